@@ -1,0 +1,94 @@
+"""The one seam into transformers: an attention function named "restorekv".
+
+It receives the post-RoPE query of a layer and either dense keys and values, which go to PyTorch's SDPA (after
+the observer, if there is one, has seen them), or a `RaggedLayer` twice, which goes to a backend of this package:
+softmax(q [K_context; K_tail]^T * scale + bias) [V_context; V_tail], see `naive.py` for the definition.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from restorekv.attention import cascade, naive, padded
+from restorekv.cache import RaggedLayer
+from restorekv.errors import ModelError
+
+NAME = "restorekv"
+Observer = Callable[[nn.Module, Tensor, Tensor, Tensor, float], None]
+Backend = Callable[[Tensor, RaggedLayer, Tensor | None, float], Tensor]
+BACKENDS: dict[str, Backend] = {"naive": naive.attend, "padded": padded.attend, "cascade": cascade.attend}
+
+_observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
+_backend: ContextVar[str | None] = ContextVar("backend", default=None)
+
+
+@contextmanager
+def observing(callback: Observer) -> Iterator[None]:
+    """Calls callback(module, query (1, H*G, Q, D), key (1, H, K, D), value, scale) before dense attention."""
+    token = _observer.set(callback)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
+
+
+@contextmanager
+def using(backend: str) -> Iterator[None]:
+    """Forces one of BACKENDS for ragged layers; without it `choose` decides."""
+    token = _backend.set(backend)
+    try:
+        yield
+    finally:
+        _backend.reset(token)
+
+
+def choose(layer: RaggedLayer) -> Backend:
+    """Cascade never copies the context; padded does, but its backward pass is a single kernel."""
+    name = _backend.get() or ("padded" if torch.is_grad_enabled() and layer.keys.requires_grad else "cascade")
+    return BACKENDS[name]
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor | RaggedLayer,
+    value: Tensor | RaggedLayer,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """query (B, H*G, Q, D) -> (B, Q, H*G, D), the signature of transformers' AttentionInterface."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(key, RaggedLayer):
+        grouped = query.unflatten(1, (key.heads, -1))
+        result = choose(key)(grouped, key, attention_mask, scale)
+        return result.flatten(1, 2).transpose(1, 2).contiguous(), None
+    observer = _observer.get()
+    if observer is not None:
+        observer(module, query, key, value, scale)
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **kwargs
+    )
+
+
+def install(model: PreTrainedModel) -> None:
+    """Routes every attention layer of `model` through `attend`; dense results stay those of SDPA."""
+    if model.config._attn_implementation == NAME:
+        return
+    try:
+        model.set_attn_implementation(NAME)
+    except ValueError as error:
+        raise ModelError(
+            f"{type(model).__name__} has no exchangeable attention; use a model with AttentionInterface."
+        ) from error
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, sdpa_mask)

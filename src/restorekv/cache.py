@@ -1,0 +1,196 @@
+"""A compressed cache: a frozen ragged context beside a dense tail that grows.
+
+After eviction the heads of a layer keep different numbers of pairs, while whatever comes later (restore
+cache, question, answer) has one length in every head. So a layer holds flat context keys and values (N, D),
+written once and shared by every fork, and an ordinary tail (B, H, n + q, D) that begins with the restore
+cache: Concat(retained, restore) of the paper is (context, tail[:n]). Positions count tokens seen, not kept.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+
+class RaggedLayer(CacheLayerMixin):
+    """One layer.
+
+    context_keys, context_values (N, D); offsets (H + 1,) int32, head h owns rows offsets[h]:offsets[h + 1];
+    positions (N,) int32, the column of the full cache that each row came from; bias (N,) added to the logits,
+    or None; restore_keys, restore_values (1, H, n, D); keys, values (B, H, n + q, D), the tail.
+    """
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(
+        self,
+        context_keys: Tensor,
+        context_values: Tensor,
+        offsets: Tensor,
+        positions: Tensor,
+        seen: int,
+        restore_keys: Tensor,
+        restore_values: Tensor,
+        bias: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.context_keys, self.context_values = context_keys, context_values
+        self.offsets, self.positions, self.seen, self.bias = offsets, positions, seen, bias
+        self.restore_keys, self.restore_values = restore_keys, restore_values
+        self.bounds = tuple(offsets.tolist())  # reading offsets on every token would wait for the device
+        self.keys, self.values = restore_keys, restore_values
+        self.dtype, self.device = context_keys.dtype, context_keys.device
+        self.is_initialized = True
+
+    @property
+    def heads(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def restore(self) -> int:
+        return self.restore_keys.shape[-2]
+
+    def fork(self, batch: int = 1) -> RaggedLayer:
+        """The same context and restore cache, with a tail of its own for `batch` questions."""
+        layer = RaggedLayer(
+            self.context_keys, self.context_values, self.offsets, self.positions, self.seen,
+            self.restore_keys, self.restore_values, self.bias,
+        )  # fmt: skip
+        layer.keys = self.restore_keys.expand(batch, -1, -1, -1)
+        layer.values = self.restore_values.expand(batch, -1, -1, -1)
+        return layer
+
+    def rewind(self) -> None:
+        """Back to the restore cache, for as many rows as the tail has now; nothing is copied."""
+        batch = self.keys.shape[0]
+        self.keys = self.restore_keys.expand(batch, -1, -1, -1)
+        self.values = self.restore_values.expand(batch, -1, -1, -1)
+
+    def tensors(self) -> list[Tensor]:
+        """Everything the layer holds; the restore cache counts once while it is still the whole tail."""
+        held = [self.context_keys, self.context_values, self.offsets, self.positions]
+        held += [] if self.bias is None else [self.bias]
+        held += [self.restore_keys, self.restore_values]
+        grown = self.keys.shape[-2] > self.restore
+        return held + ([self.keys, self.values] if grown else [])
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple:
+        """Appends (B, H, Q, D) to the tail and hands itself to the attention function, twice."""
+        self.keys = torch.cat([self.keys, key_states], dim=-2)
+        self.values = torch.cat([self.values, value_states], dim=-2)
+        return self, self
+
+    def lazy_initialization(self, *_: object) -> None:
+        """A ragged layer is born complete."""
+
+    def get_seq_length(self, *_: object) -> int:
+        """Positions seen, from which transformers takes the next RoPE position."""
+        return self.seen + self.keys.shape[-2]
+
+    def get_mask_sizes(self, query: int | Tensor) -> tuple[int, int]:
+        """Width and offset of the mask: the tail alone, since every query sees the whole context.
+
+        transformers 5.2 passes the positions of the queries, later ones their number.
+        """
+        queries = query.shape[0] if isinstance(query, Tensor) else query
+        return self.keys.shape[-2] + queries, self.seen
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """`get_max_length` under the name that transformers 5.2 asks for."""
+        return -1
+
+    def crop(self, length: int) -> None:
+        """Drops -length positions (negative) or all beyond position `length`; never the context."""
+        end = self.keys.shape[-2] + length if length <= 0 else length - self.seen
+        self.keys, self.values = self.keys[..., : max(end, 0), :], self.values[..., : max(end, 0), :]
+
+    def reset(self) -> None:
+        self.rewind()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.keys, self.values = (x.repeat_interleave(repeats, 0) for x in (self.keys, self.values))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.keys, self.values = self.keys[indices], self.values[indices]
+
+
+class RaggedCache(Cache):
+    """All layers; a transformers Cache, so `model.generate(..., past_key_values=cache.fork())` works."""
+
+    layers: list[RaggedLayer]
+
+    def __init__(self, layers: list[RaggedLayer]) -> None:
+        super().__init__(layers=layers)
+
+    @classmethod
+    def from_dense(
+        cls, full: DynamicCache, keep: Tensor, positions: int | None = None, restore: int | None = None
+    ) -> RaggedCache:
+        """Gathers what `keep` (L, H, S+T) bool marks; columns beyond S+T are the restore cache.
+
+        `restore` takes only the first so many of those columns. Gradients reach the restore cache and never
+        the context, though both were cut from one tensor.
+        """
+        positions = keep.shape[-1] if positions is None else positions
+        layers = []
+        for dense, kept in zip(full.layers, keep, strict=True):
+            kept = kept.to(dense.keys.device)
+            end = dense.keys.shape[-2] if restore is None else positions + restore
+            heads, columns = kept.nonzero(as_tuple=True)
+            counts = kept.sum(-1).cumsum(0)
+            layers.append(
+                RaggedLayer(
+                    dense.keys.detach()[0][heads, columns],
+                    dense.values.detach()[0][heads, columns],
+                    torch.cat([counts.new_zeros(1), counts]).to(torch.int32),
+                    columns.to(torch.int32),
+                    positions,
+                    # Cloned: a view would keep the whole full cache alive.
+                    dense.keys[:, :, positions:end].clone(),
+                    dense.values[:, :, positions:end].clone(),
+                )
+            )
+        return cls(layers)
+
+    def fork(self, batch: int = 1) -> RaggedCache:
+        """Shares the context and the restore cache; the tail is its own."""
+        return RaggedCache([layer.fork(batch) for layer in self.layers])
+
+    def rewind(self) -> None:
+        """Forgets question and answer."""
+        for layer in self.layers:
+            layer.rewind()
+
+    @property
+    def positions(self) -> int:
+        """S + T, the positions the context occupied."""
+        return self.layers[0].seen
+
+    @property
+    def restore(self) -> int:
+        """n, the rows of the restore cache in every head."""
+        return self.layers[0].restore
+
+    @property
+    def lengths(self) -> Tensor:
+        """(L, H) int64: context pairs kept, without the restore cache."""
+        return torch.stack([layer.offsets.diff().long().cpu() for layer in self.layers])
+
+    @property
+    def pairs(self) -> int:
+        """Context pairs kept, prefix included, plus the restore cache's n*L*H."""
+        return sum(layer.bounds[-1] + layer.heads * layer.restore for layer in self.layers)
+
+    def pairs_of_prefix(self, prefix: int) -> int:
+        """Kept pairs that came from the first `prefix` columns."""
+        return sum(int((layer.positions < prefix).sum()) for layer in self.layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every tensor held; the tail counts with whatever it holds now."""
+        return sum(x.nbytes for layer in self.layers for x in layer.tensors())

@@ -1,0 +1,112 @@
+"""Loading a model with its tokenizer, and the facts about it that everything else depends on."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv import attention
+from restorekv.errors import ModelError
+
+BUNDLED = "bundled"
+SAMPLES = 64
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """L layers, H KV heads, G query heads per KV head, D head dim, d hidden."""
+
+    layers: int
+    heads: int
+    groups: int
+    head_dim: int
+    hidden: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "CacheShape":
+        config = model.config.get_text_config()
+        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+        if kinds != {"full_attention"}:
+            raise ModelError(
+                f"{config.model_type} has {', '.join(sorted(kinds - {'full_attention'}))} layers; "
+                "use a model in which every layer attends to the whole context."
+            )
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        return cls(
+            layers=config.num_hidden_layers,
+            heads=heads,
+            groups=config.num_attention_heads // heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            hidden=config.hidden_size,
+        )
+
+
+def bundled_path(*parts: str) -> Path:
+    """A path inside the package's `bundled` folder."""
+    return Path(str(files("restorekv"))).joinpath("bundled", *parts)
+
+
+def load_model(
+    name: str = BUNDLED, dtype: str | torch.dtype = "auto", device: str | torch.device = "cpu"
+) -> tuple[PreTrainedModel, Tokenizer]:
+    """`name` is "bundled", a local folder or a hub id; attention goes through `restorekv.attention`."""
+    source = str(bundled_path("model")) if name == BUNDLED else name
+    if name == BUNDLED and not Path(source).is_dir():
+        raise ModelError(
+            f"This installation has no bundled model in {source}; reinstall restorekv or pass --model."
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=attention.NAME)
+    except Exception as error:  # transformers raises a dozen kinds: missing, damaged, unreachable, unknown
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"Cannot load the model {name!r}; give a model folder, a hub id or 'bundled' ({reason})."
+        ) from error
+    CacheShape.of(model)
+    return model.to(device).eval().requires_grad_(False), tokenizer
+
+
+def decoder(model: PreTrainedModel) -> nn.Module:
+    """The backbone, which returns hidden states and skips the LM head."""
+    return model.get_decoder()
+
+
+def rope_fingerprint(config: PretrainedConfig) -> dict[str, object]:
+    """What decides the rotation of the keys, as plain JSON values; YaRN on or off shows here."""
+    config = config.get_text_config()
+    rope = getattr(config, "rope_parameters", None)
+    if not rope:
+        rope = {
+            "rope_theta": getattr(config, "rope_theta", None),
+            **(getattr(config, "rope_scaling", None) or {}),
+        }
+    plain = {key: value for key, value in rope.items() if value is not None}
+    return json.loads(json.dumps(plain, sort_keys=True, default=str))
+
+
+def model_fingerprint(model: PreTrainedModel) -> str:
+    """16 hex digits of the config's essentials and of samples from every base weight.
+
+    Samples are rounded to bfloat16, so one checkpoint has one fingerprint in float32 and in bfloat16; names
+    and weights of LoRA layers are left out, so an attached adapter does not change it.
+    """
+    shape = CacheShape.of(model)
+    config = model.config.get_text_config()
+    facts = [config.model_type, config.vocab_size, config.intermediate_size, repr(shape)]
+    facts.append(json.dumps(rope_fingerprint(model.config), sort_keys=True))
+    digest = hashlib.sha256("\n".join(map(str, facts)).encode())
+    for name, weight in sorted(model.named_parameters(), key=lambda item: item[0].replace(".base_layer", "")):
+        if "lora_" in name or weight.numel() == 0:
+            continue
+        places = torch.linspace(0, weight.numel() - 1, SAMPLES, dtype=torch.float64).long().to(weight.device)
+        sample = weight.detach().reshape(-1)[places].to(torch.bfloat16).cpu()
+        digest.update(name.replace(".base_layer", "").encode())
+        digest.update(sample.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:16]
