@@ -1,8 +1,8 @@
 """The one seam into transformers: an attention function named "restorekv".
 
 It receives the post-RoPE query of a layer and either dense keys and values, which go to PyTorch's SDPA (after
-the observer, if there is one, has seen them), or a `RaggedLayer` twice, which goes to a backend of this package:
-softmax(q [K_context; K_tail]^T * scale + bias) [V_context; V_tail], see `naive.py` for the definition.
+the observer, if there is one, has seen them), or a `RaggedLayer` twice, which goes to a backend of this
+package: softmax(q [K_context; K_tail]^T * scale + bias) [V_context; V_tail], defined by `naive.py`.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,0 +1,120 @@
+"""How many KV pairs a compressed cache may hold (Eqs. 1, 3, 9): the one place that rounds.
+
+    B = floor(r * T_b * L * H),    restore = n * L * H,    retained = B - restore
+
+T_b is T under the prefix policy "free" (the chat prefix is kept and not counted) and S + T under "counted" (it
+competes with the context). r is an exact fraction of the decimal the user wrote, so 0.1 of 30 tokens is 3.
+"""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil, floor
+from typing import Literal
+
+from restorekv.errors import BudgetError
+
+PrefixPolicy = Literal["free", "counted"]
+OnTight = Literal["error", "fewer", "clip"]
+ON_TIGHT: tuple[str, ...] = ("error", "fewer", "clip")
+PREFIX_POLICIES: tuple[str, ...] = ("free", "counted")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """`restore_tokens` is the n in use; under on_tight="fewer" it may be lower than what was asked for.
+
+    on_tight says what happens when B < n*L*H: "error" refuses, "fewer" lowers n to what fits, "clip" keeps n,
+    retains nothing and exceeds B, as kvpress does.
+    """
+
+    ratio: Fraction
+    tokens: int
+    layers: int
+    heads: int
+    restore_tokens: int = 0
+    on_tight: OnTight = "error"
+
+    @classmethod
+    def of_ratio(
+        cls,
+        ratio: float | str | Fraction,
+        tokens: int,
+        layers: int,
+        heads: int,
+        restore_tokens: int = 0,
+        on_tight: OnTight = "error",
+    ) -> "Budget":
+        """A share of the T_b * L * H pairs."""
+        if on_tight not in ON_TIGHT:
+            raise BudgetError(f"on_tight is one of {', '.join(ON_TIGHT)}, not {on_tight!r}.")
+        if tokens < 1:
+            raise BudgetError("The context is empty; give at least one token to compress.")
+        exact = exact_ratio(ratio)
+        if restore_tokens > exact * tokens and on_tight == "error":
+            raise BudgetError(tight(exact, tokens, restore_tokens))
+        if on_tight == "fewer":
+            restore_tokens = min(restore_tokens, floor(exact * tokens))
+        return cls(exact, tokens, layers, heads, restore_tokens, on_tight)
+
+    @classmethod
+    def of_tokens_per_head(
+        cls,
+        count: int,
+        tokens: int,
+        layers: int,
+        heads: int,
+        restore_tokens: int = 0,
+        on_tight: OnTight = "error",
+    ) -> "Budget":
+        """An absolute number of pairs per head, on average: B = count * L * H."""
+        if isinstance(count, bool) or int(count) != count or count < 1:
+            raise BudgetError(f"tokens_per_head is a whole number of at least 1, not {count!r}.")
+        if count > tokens:
+            raise BudgetError(
+                f"tokens_per_head={count} is more than the {tokens} tokens there are; lower it."
+            )
+        return cls.of_ratio(Fraction(int(count), tokens), tokens, layers, heads, restore_tokens, on_tight)
+
+    @property
+    def total(self) -> int:
+        """B."""
+        return floor(self.ratio * self.tokens * self.layers * self.heads)
+
+    @property
+    def restore(self) -> int:
+        return self.restore_tokens * self.layers * self.heads
+
+    @property
+    def retained(self) -> int:
+        """Pairs the evictor may keep."""
+        return max(self.total - self.restore, 0)
+
+    @property
+    def pairs(self) -> int:
+        """Pairs the cache will hold: B, unless "clip" let the restore cache exceed it."""
+        return self.retained + self.restore
+
+
+def exact_ratio(ratio: float | str | Fraction) -> Fraction:
+    """The decimal that was written, not the nearest double: 0.1 -> 1/10."""
+    try:
+        exact = ratio if isinstance(ratio, Fraction) else Fraction(str(ratio))
+    except (ValueError, ZeroDivisionError):
+        raise BudgetError(f"The ratio is a number above 0 and at most 1, not {ratio}.") from None
+    if not 0 < exact <= 1:
+        raise BudgetError(f"The ratio is a number above 0 and at most 1, not {ratio}.")
+    return exact
+
+
+def tight(ratio: Fraction, tokens: int, restore_tokens: int) -> str:
+    """Why n restore tokens do not fit, with the smallest ratio that does: r >= n / T_b."""
+    if restore_tokens > tokens:
+        return (
+            f"The context has {tokens} tokens, fewer than the {restore_tokens} restore tokens; "
+            "give a longer context or no adapter."
+        )
+    smallest = ceil(Fraction(restore_tokens, tokens) * 10_000) / 10_000
+    return (
+        f"{restore_tokens} restore tokens do not fit into ratio {float(ratio):g} of {tokens} tokens; "
+        f"the smallest workable ratio is {smallest:g} (or pass on_tight='fewer')."
+    )

@@ -1,0 +1,84 @@
+"""Text to ids through any chat template: the only user of templates.
+
+The template is rendered around a separator and split there, as kvpress does. What comes before, with the text,
+is the context that is compressed; what comes after closes the user's turn and follows every question.
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv.errors import RestoreKVError
+
+SEPARATOR = "<restorekv-separator>"
+
+
+@dataclass(frozen=True)
+class Context:
+    """ids (1, S + T): template prefix, then the text; prefix S; suffix (1, P) and its text."""
+
+    ids: Tensor
+    prefix: int
+    suffix: Tensor
+    suffix_text: str = field(default="", compare=False)
+
+    @property
+    def tokens(self) -> int:
+        """T, the tokens of the text itself."""
+        return self.ids.shape[-1] - self.prefix
+
+    @property
+    def positions(self) -> int:
+        """S + T."""
+        return self.ids.shape[-1]
+
+
+def make_context(tokenizer: Tokenizer, text: str) -> Context:
+    """Prefix and text are tokenised together, so that a boundary inside the template merges as in training."""
+    if not isinstance(text, str):
+        raise RestoreKVError(f"The context is text, not {type(text).__name__}.")
+    if not text.strip():
+        raise RestoreKVError("The context is empty; give a text with at least one word.")
+    before, after = around(tokenizer)
+    prefix = encode(tokenizer, before).shape[-1]
+    ids = encode(tokenizer, before + text)
+    if ids.shape[-1] <= prefix:
+        raise RestoreKVError("The context has no tokens beside the chat template; give a longer text.")
+    return Context(ids, prefix, encode(tokenizer, after), after)
+
+
+def question_ids(tokenizer: Tokenizer, context: Context, question: str, answer_prefix: str = "") -> Tensor:
+    """Question, template suffix and the answer's first words, tokenised together: (1, q)."""
+    if not isinstance(question, str) or not question.strip():
+        raise RestoreKVError("The question is empty; ask something.")
+    return encode(tokenizer, question + context.suffix_text + answer_prefix)
+
+
+def template_hash(tokenizer: Tokenizer) -> str:
+    """16 hex digits of what surrounds the user's words."""
+    return hashlib.sha256("\0".join(around(tokenizer)).encode()).hexdigest()[:16]
+
+
+def around(tokenizer: Tokenizer) -> tuple[str, str]:
+    """The template's text before and after the user's words; without a template, BOS and a newline."""
+    if not tokenizer.chat_template:
+        return tokenizer.bos_token or "", "\n"
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "user", "content": SEPARATOR}],
+        tokenize=False,
+        add_generation_prompt=True,
+        enable_thinking=False,  # a template that knows no thinking ignores it
+    )
+    before, found, after = rendered.partition(SEPARATOR)
+    if not found:
+        raise RestoreKVError("The tokenizer's chat template drops the user's words; use another tokenizer.")
+    return before, after
+
+
+def encode(tokenizer: Tokenizer, text: str) -> Tensor:
+    """(1, length) long, without special tokens of the tokenizer's own accord."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return torch.tensor([ids], dtype=torch.long)
