@@ -2,8 +2,8 @@
 
     B = floor(r * T_b * L * H),    restore = n * L * H,    retained = B - restore
 
-T_b is T under the prefix policy "free" (the chat prefix is kept and not counted) and S + T under "counted" (it
-competes with the context). r is an exact fraction of the decimal the user wrote, so 0.1 of 30 tokens is 3.
+T_b is T under the prefix policy "free" (the chat prefix is kept and not counted) and S + T under "counted"
+(it competes with the context). r is the exact decimal that the user wrote, so 0.1 of 30 tokens is 3.
 """
 
 from dataclasses import dataclass

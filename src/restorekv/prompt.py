@@ -1,7 +1,7 @@
 """Text to ids through any chat template: the only user of templates.
 
-The template is rendered around a separator and split there, as kvpress does. What comes before, with the text,
-is the context that is compressed; what comes after closes the user's turn and follows every question.
+The template is rendered around a separator and split there, as kvpress does. What comes before, with the
+text, is the context that is compressed; what comes after closes the user's turn and follows every question.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ class Context:
 
 
 def make_context(tokenizer: Tokenizer, text: str) -> Context:
-    """Prefix and text are tokenised together, so that a boundary inside the template merges as in training."""
+    """Prefix and text are tokenised together, so that a boundary at the template merges as in training."""
     if not isinstance(text, str):
         raise RestoreKVError(f"The context is text, not {type(text).__name__}.")
     if not text.strip():
