@@ -70,9 +70,7 @@ class Budget:
         if isinstance(count, bool) or int(count) != count or count < 1:
             raise BudgetError(f"tokens_per_head is a whole number of at least 1, not {count!r}.")
         if count > tokens:
-            raise BudgetError(
-                f"tokens_per_head={count} is more than the {tokens} tokens there are; lower it."
-            )
+            raise BudgetError(f"tokens_per_head={count} is more than the {tokens} tokens there are; lower it.")
         return cls.of_ratio(Fraction(int(count), tokens), tokens, layers, heads, restore_tokens, on_tight)
 
     @property

@@ -58,9 +58,7 @@ def load_model(
     """`name` is "bundled", a local folder or a hub id; attention goes through `restorekv.attention`."""
     source = str(bundled_path("model")) if name == BUNDLED else name
     if name == BUNDLED and not Path(source).is_dir():
-        raise ModelError(
-            f"This installation has no bundled model in {source}; reinstall restorekv or pass --model."
-        )
+        raise ModelError(f"This installation has no bundled model in {source}; reinstall restorekv or pass --model.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=attention.NAME)

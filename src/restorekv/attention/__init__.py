@@ -73,9 +73,7 @@ def attend(
     observer = _observer.get()
     if observer is not None:
         observer(module, query, key, value, scale)
-    return sdpa_attention_forward(
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **kwargs
-    )
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **kwargs)
 
 
 def install(model: PreTrainedModel) -> None:

@@ -1,0 +1,126 @@
+"""Greedy answers from a compressed cache: any number of questions over one shared context.
+
+Questions of different lengths are padded on the left, behind the restore cache; the mask hides the padding and
+the positions skip it, so a batch answers as each question would alone. Decoding stops at any EOS id, also when
+it comes first.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv.cache import RaggedCache
+from restorekv.errors import RestoreKVError
+from restorekv.prompt import Context, question_ids
+
+BATCH = 16
+Stream = Callable[[str], None]
+
+
+def ask(
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    context: Context,
+    cache: RaggedCache,
+    questions: Sequence[str],
+    max_new_tokens: int | Sequence[int] = 128,
+    stream: Stream | None = None,
+    answer_prefix: str = "",
+) -> list[str]:
+    """One answer per question; `cache` itself stays as it was.
+
+    `max_new_tokens` is one limit or one per question; `stream` gets the pieces of a single question's answer.
+    """
+    limits = [max_new_tokens] * len(questions) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    if len(limits) != len(questions) or any(limit < 1 for limit in limits):
+        raise RestoreKVError("max_new_tokens is a number of at least 1, or one such number per question.")
+    if stream and len(questions) > 1:
+        raise RestoreKVError("Only a single question can be streamed; ask the others one by one.")
+    ids = [question_ids(tokenizer, context, question, answer_prefix)[0] for question in questions]
+    answers: list[str] = []
+    for start in range(0, len(ids), BATCH):
+        part = slice(start, start + BATCH)
+        see = Pieces(tokenizer, stream) if stream else None
+        found = greedy(model, cache, ids[part], limits[part], stop_ids(model, tokenizer), see)
+        answers += [tokenizer.decode(answer, skip_special_tokens=True) for answer in found]
+    return answers
+
+
+@torch.no_grad()
+def greedy(
+    model: PreTrainedModel,
+    cache: RaggedCache,
+    prompts: Sequence[Tensor],
+    limits: Sequence[int],
+    stops: set[int],
+    see: Callable[[list[int]], None] | None = None,
+) -> list[list[int]]:
+    """prompts: one (q,) tensor of ids per row -> generated ids per row, without the EOS."""
+    cache = cache.fork(len(prompts))
+    past, width = cache.get_seq_length(), max(len(prompt) for prompt in prompts)
+    pad = torch.tensor([[width - len(prompt)] for prompt in prompts])
+    ids = torch.stack([torch.nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts])
+    columns = torch.arange(width)
+    positions = (past + (columns - pad).clamp(min=0)).to(model.device)
+    visible = torch.cat([torch.ones(len(prompts), past, dtype=torch.long), (columns >= pad).long()], -1)
+    mask = visible.to(model.device) if pad.any() else None
+    ids, answers = ids.to(model.device), [[] for _ in prompts]
+    running = set(range(len(prompts)))
+    while True:
+        output = model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        ids = output.logits[:, -1].argmax(-1, keepdim=True)
+        for row, token in enumerate(ids[:, 0].tolist()):
+            if row in running and token not in stops:
+                answers[row].append(token)
+            if token in stops or len(answers[row]) == limits[row]:
+                running.discard(row)
+        if see:
+            see(answers[0])
+        if not running:
+            return answers
+        positions = positions[:, -1:] + 1
+        mask = None if mask is None else torch.cat([mask, mask.new_ones(len(prompts), 1)], -1)
+
+
+def stop_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> set[int]:
+    """Every EOS id of the generation config, or else the tokenizer's."""
+    ids = model.generation_config.eos_token_id
+    ids = tokenizer.eos_token_id if ids is None else ids
+    return set(ids) if isinstance(ids, list | tuple) else {ids} - {None}
+
+
+def generate_inputs(
+    tokenizer: Tokenizer, context: Context, cache: RaggedCache, question: str, answer_prefix: str = ""
+) -> dict[str, Tensor]:
+    """Inputs for model.generate(**inputs, past_key_values=cache.fork()).
+
+    As always with a filled cache, ids and mask span everything seen: context, one placeholder per restore token,
+    question. The answer is result[:, input_ids.shape[1]:].
+    """
+    asked = question_ids(tokenizer, context, question, answer_prefix)
+    placeholder = tokenizer.pad_token_id or 0
+    ids = torch.cat([context.ids, asked.new_full((1, cache.restore), placeholder), asked], -1)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+class Pieces:
+    """Hands on the text of a growing answer as soon as its characters are complete."""
+
+    def __init__(self, tokenizer: Tokenizer, stream: Stream) -> None:
+        self.tokenizer, self.stream, self.sent = tokenizer, stream, 0
+
+    def __call__(self, ids: list[int]) -> None:
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        if len(text) > self.sent and not text.endswith("\ufffd"):
+            self.stream(text[self.sent :])
+            self.sent = len(text)
