@@ -39,14 +39,32 @@ def ask(
         raise RestoreKVError("max_new_tokens is a number of at least 1, or one such number per question.")
     if stream and len(questions) > 1:
         raise RestoreKVError("Only a single question can be streamed; ask the others one by one.")
-    ids = [question_ids(tokenizer, context, question, answer_prefix)[0] for question in questions]
-    answers: list[str] = []
-    for start in range(0, len(ids), BATCH):
-        part = slice(start, start + BATCH)
-        see = Pieces(tokenizer, stream) if stream else None
-        found = greedy(model, cache, ids[part], limits[part], stop_ids(model, tokenizer), see)
-        answers += [tokenizer.decode(answer, skip_special_tokens=True) for answer in found]
+    prompts = [question_ids(tokenizer, context, question, answer_prefix)[0] for question in questions]
+    stops = stop_ids(model, tokenizer)
+    see = Pieces(tokenizer, stops, stream) if stream else None
+    found = answer_ids(model, tokenizer, cache, prompts, limits, see)
+    answers = [answer_text(tokenizer, answer.tolist(), stops) for answer in found]
+    if see and stream and len(answers[0]) > see.sent:
+        stream(answers[0][see.sent :])
     return answers
+
+
+def answer_ids(
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    cache: RaggedCache,
+    prompts: Sequence[Tensor],
+    max_new_tokens: int | Sequence[int],
+    see: Callable[[list[int]], None] | None = None,
+) -> list[Tensor]:
+    """prompts of shape (q,) or (1, q) -> one tensor of answer ids each, with the EOS that ended it, if any."""
+    prompts = [prompt.flatten().cpu() for prompt in prompts]
+    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    answers: list[list[int]] = []
+    for start in range(0, len(prompts), BATCH):
+        part = slice(start, start + BATCH)
+        answers += greedy(model, cache, prompts[part], limits[part], stop_ids(model, tokenizer), see)
+    return [torch.tensor(answer, dtype=torch.long) for answer in answers]
 
 
 @torch.no_grad()
@@ -58,7 +76,7 @@ def greedy(
     stops: set[int],
     see: Callable[[list[int]], None] | None = None,
 ) -> list[list[int]]:
-    """prompts: one (q,) tensor of ids per row -> generated ids per row, without the EOS."""
+    """prompts: one (q,) tensor of ids per row -> generated ids per row, with the EOS that ended it."""
     cache = cache.fork(len(prompts))
     past, width = cache.get_seq_length(), max(len(prompt) for prompt in prompts)
     pad = torch.tensor([[width - len(prompt)] for prompt in prompts])
@@ -80,7 +98,7 @@ def greedy(
         )
         ids = output.logits[:, -1].argmax(-1, keepdim=True)
         for row, token in enumerate(ids[:, 0].tolist()):
-            if row in running and token not in stops:
+            if row in running:
                 answers[row].append(token)
             if token in stops or len(answers[row]) == limits[row]:
                 running.discard(row)
@@ -113,14 +131,19 @@ def generate_inputs(
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
+def answer_text(tokenizer: Tokenizer, ids: list[int], stops: set[int]) -> str:
+    """The words of an answer, without the EOS that ended it."""
+    return tokenizer.decode(ids[:-1] if ids and ids[-1] in stops else ids, skip_special_tokens=True)
+
+
 class Pieces:
     """Hands on the text of a growing answer as soon as its characters are complete."""
 
-    def __init__(self, tokenizer: Tokenizer, stream: Stream) -> None:
-        self.tokenizer, self.stream, self.sent = tokenizer, stream, 0
+    def __init__(self, tokenizer: Tokenizer, stops: set[int], stream: Stream) -> None:
+        self.tokenizer, self.stops, self.stream, self.sent = tokenizer, stops, stream, 0
 
     def __call__(self, ids: list[int]) -> None:
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        text = answer_text(self.tokenizer, ids, self.stops)
         if len(text) > self.sent and not text.endswith("\ufffd"):
             self.stream(text[self.sent :])
             self.sent = len(text)

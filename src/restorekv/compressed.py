@@ -1,0 +1,126 @@
+"""What `compress` returns: a small cache that answers questions, can be saved and tells what it holds."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv import attention, context_file, generate
+from restorekv.cache import RaggedCache
+from restorekv.context_file import Manifest
+from restorekv.errors import CacheFileError, RestoreKVWarning
+from restorekv.models import model_fingerprint, rope_fingerprint
+from restorekv.prompt import Context, template_hash
+
+
+@dataclass(frozen=True, repr=False)
+class CompressedContext:
+    """`cache` never changes: every question gets a fork of it."""
+
+    model: PreTrainedModel
+    tokenizer: Tokenizer
+    context: Context
+    cache: RaggedCache
+    manifest: Manifest
+
+    def ask(
+        self,
+        question: str | Sequence[str],
+        max_new_tokens: int | Sequence[int] = 128,
+        stream: bool | generate.Stream = False,
+        answer_prefix: str = "",
+    ) -> str | list[str]:
+        """One answer for one question, a list for a list; all questions of a list share the context in one batch.
+
+        stream=True prints the answer while it grows; a function gets the pieces instead.
+        """
+        questions = [question] if isinstance(question, str) else list(question)
+        shown = show if stream is True else (stream or None)
+        found = generate.ask(
+            self.model, self.tokenizer, self.context, self.cache, questions, max_new_tokens, shown, answer_prefix
+        )
+        if stream is True:
+            show("\n")
+        return found[0] if isinstance(question, str) else found
+
+    def inputs(self, question: str, answer_prefix: str = "") -> dict[str, Tensor]:
+        """For model.generate(**compressed.inputs(question), past_key_values=compressed.cache.fork())."""
+        made = generate.generate_inputs(self.tokenizer, self.context, self.cache, question, answer_prefix)
+        return {name: tensor.to(self.model.device) for name, tensor in made.items()}
+
+    def generate(self, question: str, answer_prefix: str = "", **options: Any) -> str:
+        """The answer by transformers' own `generate` with its options; greedy unless they say otherwise."""
+        inputs = self.inputs(question, answer_prefix)
+        stops = generate.stop_ids(self.model, self.tokenizer)
+        options = {"do_sample": False, "max_new_tokens": 128, "eos_token_id": sorted(stops), **options}
+        options.setdefault("pad_token_id", self.tokenizer.pad_token_id or 0)
+        with torch.no_grad():
+            result = self.model.generate(**inputs, past_key_values=self.cache.fork(), **options)
+        return generate.answer_text(self.tokenizer, result[0, inputs["input_ids"].shape[1] :].tolist(), stops)
+
+    def save(self, path: str | Path) -> None:
+        """One safetensors file; the previous one stays if anything goes wrong."""
+        context_file.write(path, self.cache, self.context, self.manifest)
+
+    @classmethod
+    def load(cls, path: str | Path, model: PreTrainedModel, tokenizer: Tokenizer) -> CompressedContext:
+        """Refuses a damaged file and a model that is not the one the cache was made with."""
+        cache, context, manifest = context_file.read(path, model.device)
+        check(path, manifest, model, tokenizer)
+        attention.install(model)
+        return cls(model, tokenizer, context, cache, manifest)
+
+    def __repr__(self) -> str:
+        m = self.manifest
+        what = m.evictor + (f" + {m.restore_tokens} restore tokens" if m.restore_tokens else "")
+        full = (m.tokens + m.prefix) * m.shape["layers"] * m.shape["heads"]
+        phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in m.seconds.items())
+        return (
+            f"CompressedContext({what}, r = {float(Fraction(m.ratio)):g}, prefix {m.prefix_policy})\n"
+            f"  tokens   T = {m.tokens:,}, chat prefix S = {m.prefix:,}\n"
+            f"  pairs    {m.pairs:,} budgeted, {m.pairs_held:,} held of {full:,}\n"
+            f"  bytes    {size(m.bytes_held)} held of {size(m.bytes_full)}\n"
+            f"  seconds  {phases}"
+        )
+
+
+def check(path: str | Path, manifest: Manifest, model: PreTrainedModel, tokenizer: Tokenizer) -> None:
+    """The weights and the rotation of the keys must be those the cache was computed with."""
+    if manifest.rope != rope_fingerprint(model.config):
+        raise CacheFileError(
+            f"{path} was made with RoPE {manifest.rope}, the model has {rope_fingerprint(model.config)}; "
+            "load the model with the same RoPE configuration."
+        )
+    if manifest.fingerprint != model_fingerprint(model):
+        raise CacheFileError(f"{path} was made with another model ({manifest.model}); load that one.")
+    if manifest.dtype != str(model.dtype).removeprefix("torch."):
+        raise CacheFileError(f"{path} holds {manifest.dtype}; load the model with dtype={manifest.dtype!r}.")
+    if manifest.template != template_hash(tokenizer):
+        warnings.warn(
+            f"{path} was made with another chat template; answers may suffer.", RestoreKVWarning, stacklevel=3
+        )
+
+
+def show(piece: str) -> None:
+    """To the terminal, at once."""
+    sys.stdout.write(piece)
+    sys.stdout.flush()
+
+
+def size(count: float) -> str:
+    """1536 -> '1.5 KB'."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1024 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError
