@@ -1,0 +1,39 @@
+"""The bundled suite: held-out documents of the bundled world, of 512 to 2,048 tokens.
+
+Splits never meet: a document's seed is the text `<split> <seed> <index>`, and training draws from other splits only
+("pretrain ..." in recipes/bundled/examples.py, "restore" here).
+"""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+
+from restorekv.bundled.world import Document, document
+
+ORDER = ("needles", "people", "boxes", "words")
+SHARES = (12, 12, 12, 16)  # of every 52 documents
+LONGEST, SHORTEST = 2048, 512
+MOST_PER_FAMILY = 2  # questions of one family asked of one document
+
+
+def documents(tokenizer, count: int = 52, split: str = "test", seed: int = 0, low: int = SHORTEST, high: int = LONGEST):
+    """`count` documents of `low` to `high` ids by `tokenizer`, kinds in the proportion `SHARES`.
+
+    Lengths count the chat prefix of the bundled template, so that the longest still fits.
+    """
+    measure = lru_cache(maxsize=20000)(lambda sentence: len(tokenizer.encode(" " + sentence, add_special_tokens=False)))
+    kinds = [kind for kind, share in zip(ORDER, SHARES, strict=True) for _ in range(share)]
+    random.Random("order of kinds").shuffle(kinds)
+    return [_draw(f"{split} {seed} {index}", kinds[index % len(kinds)], low, high, measure) for index in range(count)]
+
+
+def _draw(name: str, kind: str, low: int, high: int, measure) -> Document:
+    rng = random.Random(name)
+    made = document(rng, kind, rng.randint(low, high) - 3, measure)
+    asked, seen = [], {}
+    for question in rng.sample(made.questions, len(made.questions)):
+        seen[question.family] = seen.get(question.family, 0) + 1
+        if seen[question.family] <= (1 if question.family == "freeform" else MOST_PER_FAMILY):
+            asked.append(question)
+    return Document(made.text, made.kind, tuple(asked))
