@@ -27,7 +27,7 @@ def make_layer(keep, keys, values, tail_keys, tail_values, bias):
 
 def dense(query, keep, keys, values, tail_keys, tail_values, bias, tail_mask, scale):
     """One softmax over all SEEN + t columns with the dropped ones at -inf; NaN-free rows only."""
-    batch, heads, groups, queries, _ = query.shape
+    batch, heads, _groups, queries, _ = query.shape
     all_keys = torch.cat([keys.expand(batch, -1, -1, -1), tail_keys], 2)
     all_values = torch.cat([values.expand(batch, -1, -1, -1), tail_values], 2)
     logits = torch.einsum("bhgqd,bhkd->bhgqk", query, all_keys) * scale

@@ -64,8 +64,9 @@ class CompressedContext:
         stops = generate.stop_ids(self.model, self.tokenizer)
         options = {"do_sample": False, "max_new_tokens": 128, "eos_token_id": sorted(stops), **options}
         options.setdefault("pad_token_id", self.tokenizer.pad_token_id or 0)
+        rows = max(options.get("num_beams", 1), options.get("num_return_sequences", 1))
         with torch.no_grad():
-            result = self.model.generate(**inputs, past_key_values=self.cache.fork(), **options)
+            result = self.model.generate(**inputs, past_key_values=self.cache.fork(rows), **options)
         return generate.answer_text(self.tokenizer, result[0, inputs["input_ids"].shape[1] :].tolist(), stops)
 
     def save(self, path: str | Path) -> None:

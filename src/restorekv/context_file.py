@@ -22,6 +22,7 @@ from restorekv.prompt import Context
 FORMAT = "restorekv-cache"
 VERSION = 1
 BLANK = "0" * 64
+BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,7 @@ def read(path: str | Path, device: str | torch.device = "cpu") -> tuple[RaggedCa
 
 def verify(path: Path) -> dict:
     """The manifest of an intact file."""
-    header = read_header(path)
-    metadata = header.get("__metadata__", {})
+    metadata = read_header(path).get("__metadata__", {})
     if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
         raise CacheFileError(f"{path} is a safetensors file but not a restorekv cache; give a file made by compress.")
     if metadata.get("version") != str(VERSION):
@@ -110,9 +110,15 @@ def verify(path: Path) -> dict:
             f"{path} has format version {metadata.get('version')}, this restorekv reads {VERSION}; "
             "compress the context again."
         )
-    checksum = metadata.get("checksum", "")
-    payload = path.read_bytes()
-    if hashlib.sha256(payload.replace(checksum.encode(), BLANK.encode(), 1)).hexdigest() != checksum:
+    checksum = str(metadata.get("checksum"))
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        start = file.read(8)
+        start += file.read(int.from_bytes(start, "little"))
+        digest.update(start.replace(checksum.encode(), BLANK.encode(), 1))
+        while block := file.read(BLOCK):
+            digest.update(block)
+    if digest.hexdigest() != checksum:
         raise CacheFileError(f"{path} is damaged, its checksum does not match; compress the context again.")
     return json.loads(metadata["manifest"])
 
@@ -127,18 +133,16 @@ def read_header(path: Path) -> dict:
     except FileNotFoundError:
         raise CacheFileError(f"There is no file {path}; make it with compress.") from None
     except OSError as error:
-        raise CacheFileError(f"Cannot read {path}: {error.strerror}.") from error
+        raise CacheFileError(f"Cannot read {path}: {error.strerror}; give a file made by compress.") from error
     try:
         header = json.loads(text)
-        if not isinstance(header, dict):
-            raise ValueError
-    except ValueError:
+        expected = 8 + length + max(entry["data_offsets"][1] for name, entry in header.items() if name[:2] != "__")
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
         raise CacheFileError(
             f"{path} is not a restorekv cache, or was cut short; give a file made by compress."
         ) from None
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    if size != 8 + length + max(ends, default=0):
-        raise CacheFileError(f"{path} is truncated; copy it again or compress the context again.")
+    if size != expected:
+        raise CacheFileError(f"{path} is truncated or too long; copy it again or compress the context again.")
     return header
 
 
