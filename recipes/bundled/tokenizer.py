@@ -1,6 +1,6 @@
 """Train the bundled tokenizer: byte-level BPE, 2,048 entries, digits apart, a Qwen-like chat template.
 
-    python recipes/bundled/tokenizer.py runs/bundled/model
+python recipes/bundled/tokenizer.py runs/bundled/model
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 # Ordinary words the world never uses, so that plain English does not fall apart into letters.
-PLAIN = """the of and to in that is was he for it with as his on be at by had not are but from or have an they which one
-you were her all she there would their we him been has when who will more no if out so said what up its about into than
-them can only other new some could time these two may then do first any my now such like our over man me even most made
-after also did many before must through years where much your way well down should because each just those people how too
-little state good very make world still own see men work long get here between both life being under never day same another
-know while last might us great old year off come since against go came right used take three house use again place around
-small however found thought part give every hand""".split()
+PLAIN = """
+the of and to in that is was he for it with as his on be at by had not are but from or have an they which one you were
+her all she there would their we him been has when who will more no if out so said what up its about into than them
+can only other new some could time these two may then do first any my now such like our over man me even most made
+after also did many before must through years where much your way well down should because each just those people how
+too little state good very make world still own see men work long get here between both life being under never day
+same another know while last might us great old year off come since against go came right used take three house use
+again place around small however found thought part give every hand
+""".split()
 
 
 def corpus(documents: int = 3000) -> Iterator[str]:

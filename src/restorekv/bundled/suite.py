@@ -7,7 +7,10 @@ Splits never meet: a document's seed is the text `<split> <seed> <index>`, and t
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import lru_cache
+
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.bundled.world import Document, document
 
@@ -17,20 +20,28 @@ LONGEST, SHORTEST = 2048, 512
 MOST_PER_FAMILY = 2  # questions of one family asked of one document
 
 
-def documents(tokenizer, count: int = 52, split: str = "test", seed: int = 0, low: int = SHORTEST, high: int = LONGEST):
+def documents(
+    tokenizer: Tokenizer, count: int = 52, split: str = "test", seed: int = 0, low: int = SHORTEST, high: int = LONGEST
+) -> list[Document]:
     """`count` documents of `low` to `high` ids by `tokenizer`, kinds in the proportion `SHARES`.
 
     Lengths count the chat prefix of the bundled template, so that the longest still fits.
     """
-    measure = lru_cache(maxsize=20000)(lambda sentence: len(tokenizer.encode(" " + sentence, add_special_tokens=False)))
+    length = measure(tokenizer)
     kinds = [kind for kind, share in zip(ORDER, SHARES, strict=True) for _ in range(share)]
     random.Random("order of kinds").shuffle(kinds)
-    return [_draw(f"{split} {seed} {index}", kinds[index % len(kinds)], low, high, measure) for index in range(count)]
+    return [draw(f"{split} {seed} {index}", kinds[index % len(kinds)], low, high, length) for index in range(count)]
 
 
-def _draw(name: str, kind: str, low: int, high: int, measure) -> Document:
+def measure(tokenizer: Tokenizer) -> Callable[[str], int]:
+    """Counts the ids of a sentence in running text; remembers, since filler repeats itself."""
+    return lru_cache(maxsize=20000)(lambda sentence: len(tokenizer.encode(" " + sentence, add_special_tokens=False)))
+
+
+def draw(name: str, kind: str, low: int, high: int, length: Callable[[str], int]) -> Document:
+    """The document called `name`, with at most MOST_PER_FAMILY questions of a family (one that is free-form)."""
     rng = random.Random(name)
-    made = document(rng, kind, rng.randint(low, high) - 3, measure)
+    made = document(rng, kind, rng.randint(low, high) - 3, length)
     asked, seen = [], {}
     for question in rng.sample(made.questions, len(made.questions)):
         seen[question.family] = seen.get(question.family, 0) + 1

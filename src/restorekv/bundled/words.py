@@ -62,7 +62,7 @@ DEEDS = (
 
 TIMES = (
     "before the sun was up|on a cold winter morning|when the bells were ringing|while the others were asleep|"
-    "after the first snow|during the summer holidays|just before midnight|late in the evening|as the wind grew stronger|"
-    "without saying a word|and then went home again|because there was nothing else to do|in spite of the heavy rain|"
+    "after the first snow|during the summer holidays|just before midnight|late in the evening|"
+    "as the wind grew stronger|without saying a word|and then went home again|because there was nothing else to do|in spite of the heavy rain|"
     "as if nothing had happened|for the very first time|and nobody knew why"
 ).split("|")

@@ -13,9 +13,20 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from restorekv.bundled.words import (
-    BOXES, CODED, DEEDS, ITEMS, JOBS, NAMES, PEOPLE, PETS, PLACES, TIMES, TOWNS,
+    BOXES,
+    CODED,
+    DEEDS,
+    ITEMS,
+    JOBS,
+    NAMES,
+    PEOPLE,
+    PETS,
+    PLACES,
+    TIMES,
+    TOWNS,
 )  # fmt: skip
 
 FAMILIES = (
@@ -165,7 +176,7 @@ def boxes(rng: random.Random, size: int) -> Facts:
     for index, number in enumerate(numbers):
         chain = names[4 * index : 4 * index + rng.choice((3, 4))]
         steps = [f"Put {number} into box {chain[0]}."]
-        steps += [f"Copy box {source} into box {target}." for source, target in zip(chain, chain[1:], strict=False)]
+        steps += [f"Copy box {source} into box {target}." for source, target in pairwise(chain)]
         chains.append(steps)
         asked.append(_plain(f"Which boxes hold {number}?", chain, "vt"))
     sentences = []

@@ -1,0 +1,188 @@
+"""Evaluation on the bundled suite: one preparation of a document serves every ratio, with and without restoring.
+
+A cell's score is the unweighted mean over question families (as RULER's headline is over tasks), times 100; its
+interval is a 95 % bootstrap over documents, so questions of one document count as the dependent draws they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv.budget import OnTight, PrefixPolicy
+from restorekv.bundled.world import FAMILIES, Document
+from restorekv.cache import RaggedCache
+from restorekv.compress import Eviction, Prepared, attached, counted_pairs
+from restorekv.generate import ask
+from restorekv.models import model_fingerprint, rope_fingerprint
+from restorekv.restore import RestoreAdapter
+
+RATIOS = (0.4, 0.2, 0.1, 0.05)
+RESAMPLES = 2000
+FULL = ("full", False, 1.0)
+Key = tuple[str, bool, float]  # evictor, restored, ratio
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one cell said to one question, and its score in [0, 1]."""
+
+    document: int
+    family: str
+    question: str
+    prediction: str
+    score: float
+
+
+@dataclass
+class Cell:
+    """All answers of one (evictor, restored, ratio), and what its caches held, one entry a document."""
+
+    answers: list[Answer] = field(default_factory=list)
+    pairs: list[int] = field(default_factory=list)  # counted by the budget
+    pairs_held: list[int] = field(default_factory=list)  # with the prefix
+    bytes: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Evaluation:
+    """The cells of a run and the conventions they were measured under."""
+
+    cells: dict[Key, Cell]
+    conventions: dict
+
+    def rows(self) -> list[dict]:
+        """One row a cell: scores in points, pairs and bytes as means over the documents."""
+        return [self.row(key) for key in self.cells]
+
+    def row(self, key: Key) -> dict:
+        """A cell's score, interval and cost; for a restored cell also its paired gain over its base."""
+        cell, (evictor, restored, ratio) = self.cells[key], key
+        score, low, high = interval(cell.answers)
+        row = {
+            "evictor": evictor, "restored": restored, "ratio": ratio, "score": score, "low": low, "high": high,
+            "questions": len(cell.answers), "pairs": float(np.mean(cell.pairs)),
+            "pairs_with_prefix": float(np.mean(cell.pairs_held)), "bytes": float(np.mean(cell.bytes)),
+            "families": {family: value for family, value in family_means(cell.answers).items()},
+        }  # fmt: skip
+        base = self.cells.get((evictor, False, ratio))
+        if restored and base:
+            row["gain"], row["gain_low"], row["gain_high"] = interval(cell.answers, base.answers)
+            lost = self.row(FULL)["score"] - self.row((evictor, False, ratio))["score"]
+            row["recovered"] = row["gain"] / lost if lost > 0 else None
+        return row
+
+
+def evaluate(
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    documents: Sequence[Document],
+    adapters: Mapping[str, RestoreAdapter | str | Path | None],
+    ratios: Sequence[float] = RATIOS,
+    prefix_policy: PrefixPolicy = "free",
+    on_tight: OnTight = "error",
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Evaluation:
+    """Ask every document its questions from the full cache and from each compressed one.
+
+    `adapters` maps an evictor's name to its adapter (attached, a folder, "auto"), or to None for the base alone.
+    """
+    cells: dict[Key, Cell] = {FULL: Cell()}
+    described: dict[str, dict | None] = {}
+    for turn, (evictor, source) in enumerate(adapters.items()):
+        with attached(model, source, evictor) as adapter, torch.no_grad():
+            eviction = Eviction.make(evictor, adapter, prefix_policy, on_tight)
+            described[evictor] = adapter.identity() if adapter else None
+            keys = [
+                (evictor, restored, ratio) for restored in ((False, True) if adapter else (False,)) for ratio in ratios
+            ]
+            cells |= {key: Cell() for key in keys}
+            for index, document in enumerate(documents):
+                prepared = eviction.prepare(model, tokenizer, document.text)
+                if turn == 0:
+                    record(cells[FULL], model, tokenizer, prepared, prepared.at(1, restored=False), index, document)
+                for key in keys:
+                    record(
+                        cells[key], model, tokenizer, prepared, prepared.at(key[2], restored=key[1]), index, document
+                    )
+                progress(turn * len(documents) + index + 1, len(adapters) * len(documents))
+    return Evaluation(cells, conventions(model, described, prefix_policy, on_tight, len(documents)))
+
+
+def record(
+    cell: Cell, model, tokenizer, prepared: Prepared, cache: RaggedCache, index: int, document: Document
+) -> None:
+    """Ask a document's questions from one cache and keep answers, scores and what the cache held."""
+    limits = [question.max_new_tokens for question in document.questions]
+    told = ask(model, tokenizer, prepared.context, cache, [question.text for question in document.questions], limits)
+    for question, prediction in zip(document.questions, told, strict=True):
+        cell.answers.append(
+            Answer(index, question.family, question.text, prediction.strip(), question.score(prediction))
+        )
+    cell.pairs_held.append(cache.pairs)
+    cell.pairs.append(counted_pairs(cache, prepared.context, prepared.prefix_policy))
+    cell.bytes.append(cache.nbytes)
+
+
+def family_means(answers: Sequence[Answer]) -> dict[str, float]:
+    """Mean score of each family present, in points."""
+    scores: dict[str, list[float]] = {}
+    for answer in answers:
+        scores.setdefault(answer.family, []).append(answer.score)
+    return {family: 100 * float(np.mean(scores[family])) for family in FAMILIES if family in scores}
+
+
+def interval(
+    answers: Sequence[Answer], base: Sequence[Answer] | None = None, seed: int = 0
+) -> tuple[float, float, float]:
+    """Mean over families in points, with a 95 % percentile bootstrap over documents; minus `base`, paired, if given."""
+    sums, counts = tally(answers)
+    if base is not None:
+        sums = sums - tally(base)[0]
+    documents = len(counts)
+    drawn = np.random.default_rng(seed).multinomial(documents, np.full(documents, 1 / documents), RESAMPLES)
+    mean = 100 * float(np.mean(sums.sum(0) / counts.sum(0)))
+    totals = drawn @ counts
+    resampled = 100 * np.nanmean(np.where(totals > 0, drawn @ sums / np.maximum(totals, 1), np.nan), axis=1)
+    low, high = np.percentile(resampled, (2.5, 97.5))
+    return mean, float(low), float(high)
+
+
+def tally(answers: Sequence[Answer]) -> tuple[np.ndarray, np.ndarray]:
+    """Sums of scores and numbers of questions by (document, family present)."""
+    families = [family for family in FAMILIES if any(answer.family == family for answer in answers)]
+    sums = np.zeros((max(answer.document for answer in answers) + 1, len(families)))
+    counts = np.zeros_like(sums)
+    for answer in answers:
+        sums[answer.document, families.index(answer.family)] += answer.score
+        counts[answer.document, families.index(answer.family)] += 1
+    return sums, counts
+
+
+def conventions(model, adapters: dict, prefix_policy: str, on_tight: str, documents: int) -> dict:
+    """Everything a reader needs to compare these figures with others."""
+    return {
+        "model": model.config.name_or_path,
+        "fingerprint": model_fingerprint(model),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "rope": rope_fingerprint(model.config),
+        "prefix_policy": prefix_policy,
+        "on_tight": on_tight,
+        "budget": "B = floor(r T L H), exact; allocation global over L, H, T",
+        "adapters": adapters,
+        "suite": "bundled",
+        "documents": documents,
+        "score": "mean over families x 100",
+        "interval": "95 %, bootstrap over documents",
+        "decoding": "greedy",
+        "device": str(model.device),
+        "threads": torch.get_num_threads(),
+        "versions": {name: version(name) for name in ("restorekv", "torch", "transformers", "peft")},
+    }

@@ -1,0 +1,1 @@
+"""Training the restore pass by self-distillation from the full cache."""

@@ -1,0 +1,62 @@
+"""What the trainer reads: contexts with their questions, from JSON lines or from the bundled world."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv.bundled.suite import documents
+from restorekv.errors import RestoreKVError
+
+
+@dataclass(frozen=True)
+class Example:
+    """A context and what is asked about it.
+
+    A draft is a guess at the teacher's greedy answer; it is used where the teacher confirms it and replaced by the
+    teacher's own words where not, so drafts save time and never change the training data.
+    """
+
+    context: str
+    questions: tuple[str, ...]
+    drafts: tuple[str | None, ...]
+
+
+def bundled_examples(tokenizer: Tokenizer, count: int, seed: int, low: int, high: int) -> list[Example]:
+    """`count` documents of the bundled world from the split that only the restore pass is trained on."""
+    made = documents(tokenizer, count, f"restore {seed}", seed, low, high)
+    return [
+        Example(doc.text, tuple(q.text for q in doc.questions), tuple(" " + q.target for q in doc.questions))
+        for doc in made
+    ]
+
+
+def read_examples(path: Path) -> list[Example]:
+    """JSON lines of `{"context": text, "questions": [text, ...], "answers": [text, ...]}`; answers may be left out."""
+    if not path.is_file():
+        raise RestoreKVError(f"There is no training file {path}; give a JSON-lines file or 'bundled'.")
+    examples = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if line.strip():
+            examples.append(_example(line, f"{path}, line {number}"))
+    if not examples:
+        raise RestoreKVError(f"The training file {path} has no examples; write one JSON object a line.")
+    return examples
+
+
+def _example(line: str, where: str) -> Example:
+    try:
+        row = json.loads(line)
+        context, questions = row["context"], tuple(row["questions"])
+        drafts = tuple(row.get("answers") or [None] * len(questions))
+        texts = [context, *questions, *(draft for draft in drafts if draft is not None)]
+        well_formed = questions and len(drafts) == len(questions) and all(isinstance(text, str) for text in texts)
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
+        well_formed = False
+    if not well_formed:
+        form = '{"context": text, "questions": [text, ...]}, with as many "answers" or none'
+        raise RestoreKVError(f"{where} is not of the form {form}; mend the line.")
+    return Example(context, questions, drafts)

@@ -1,0 +1,120 @@
+"""The training loop: the loss falls, a killed run resumes with the same losses, the backbone stays as it was."""
+
+import csv
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import build_model
+
+from restorekv.compress import Eviction
+from restorekv.errors import RestoreKVError
+from restorekv.train.data import Example, read_examples
+from restorekv.train.loop import Lessons, TrainConfig, draw, learning_rate, step_loss, train
+from restorekv.train.teacher import answer_logits
+
+TEXT = "the code of the red house is seven; who lives in the blue house? the blue house is the code of who. " * 2
+EXAMPLES = [
+    Example(TEXT + tail, ("who lives in the red house?", "is the code seven?"), (" seven", None))
+    for tail in ("red", "blue", "seven", "house", "lives")
+]
+CONFIG = TrainConfig(
+    restore_tokens=2, rank=2, alpha=4, lr=1e-2, warmup=2, steps=6, contexts=2, questions=2, ratio_min=0.1, ratio_max=0.4,
+    max_new_tokens=6, checkpoint_every=2, keep=8,
+)  # fmt: skip
+
+
+def losses(folder) -> list[float]:
+    with (folder / "loss.csv").open() as file:
+        return [float(row["loss"]) for row in csv.DictReader(file)]
+
+
+def test_loss_falls_and_the_backbone_is_untouched(tiny_model, tiny_tokenizer, tmp_path):
+    before = {name: weight.clone() for name, weight in tiny_model.state_dict().items()}
+    ids = torch.arange(3, 40)[None]
+    logits = tiny_model(ids).logits
+    adapter = train(tiny_model, tiny_tokenizer, EXAMPLES, replace(CONFIG, steps=30), tmp_path / "run")
+    curve = losses(tmp_path / "run")
+    assert sum(curve[-5:]) < 0.9 * sum(curve[:5])
+    assert torch.equal(tiny_model(ids).logits, logits)
+    adapter.detach()
+    after = tiny_model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+
+
+def test_every_adapter_weight_that_can_learn_does(tiny_tokenizer, tmp_path):
+    model = build_model("qwen3")
+    first = train(model, tiny_tokenizer, EXAMPLES, replace(CONFIG, steps=1, lr=0.0), tmp_path / "start")
+    start = {name: weight.clone() for name, weight in first.trainable_state().items()}
+    first.detach()
+    second = train(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "end")
+    still = [name for name, weight in second.trainable_state().items() if torch.equal(weight, start[name])]
+    last = f"layers.{model.config.num_hidden_layers - 1}."
+    # The last layer leaves its keys and values only, so whatever follows them there never matters.
+    assert still and all(last in name and not ("k_proj" in name or "v_proj" in name) for name in still)
+
+
+def test_a_killed_run_resumes_with_the_same_losses(tiny_tokenizer, tmp_path):
+    train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "whole")
+
+    def kill(step: int, steps: int, loss: float) -> None:
+        if step == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "cut", progress=kill)
+    train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "cut", resume=True)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    one, other = ((tmp_path / run / "adapter" / "adapter_model.safetensors").read_bytes() for run in ("whole", "cut"))
+    assert one == other
+
+
+def test_another_run_is_neither_overwritten_nor_continued(tiny_tokenizer, tmp_path):
+    model = build_model("llama")
+    train(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run").detach()
+    with pytest.raises(RestoreKVError, match="already holds a run"):
+        train(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
+    with pytest.raises(RestoreKVError, match="other settings"):
+        train(model, tiny_tokenizer, EXAMPLES, replace(CONFIG, lr=1.0), tmp_path / "run", resume=True)
+
+
+def test_lessons_are_the_teachers_own_greedy_answers(tiny_model, tiny_tokenizer):
+    lessons = Lessons(tiny_model, tiny_tokenizer, EXAMPLES, CONFIG)
+    prepared, taught = lessons[0]
+    for lesson in taught:
+        ids = torch.cat([prepared.context.ids[0], lesson.ids])[None]
+        plain = tiny_model(ids).logits[0, -lesson.answer - 1 : -1]
+        torch.testing.assert_close(lesson.logits, plain, rtol=1e-4, atol=1e-4)
+        assert torch.equal(plain.argmax(-1), lesson.ids[-lesson.answer :])
+
+
+def test_without_restoring_the_student_is_the_base_evictor(tiny_model, tiny_tokenizer):
+    lessons = Lessons(tiny_model, tiny_tokenizer, EXAMPLES, CONFIG)
+    prepared, taught = lessons[1]
+    alone = answer_logits(tiny_model, prepared.at(0.3), [taught[0].ids], [taught[0].answer])
+    both = answer_logits(tiny_model, prepared.at(0.3), [lesson.ids for lesson in taught], [x.answer for x in taught])
+    torch.testing.assert_close(both[: taught[0].answer], alone, rtol=1e-4, atol=1e-4)
+    full = answer_logits(tiny_model, prepared.at(1), [taught[0].ids], [taught[0].answer])
+    assert (full - alone).abs().max() > 1e-3
+    assert Eviction.make("kvzip").adapter is None and step_loss is not None
+
+
+def test_schedule_and_order_are_functions_of_the_step():
+    config = TrainConfig(warmup=10, steps=110, lr=1.0)
+    assert learning_rate(config, 0) == pytest.approx(0.1)
+    assert learning_rate(config, 10) == pytest.approx(1.0)
+    assert learning_rate(config, 60) == pytest.approx(0.5)
+    visits = [index for step in range(5) for index in draw(replace(config, contexts=2), step, 10)[0]]
+    assert sorted(visits) == list(range(10))
+
+
+def test_json_lines_are_read_and_bad_ones_named(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text(
+        '{"context": "a b", "questions": ["c?"]}\n\n{"context": "d", "questions": ["e?"], "answers": ["f"]}\n'
+    )
+    assert [example.drafts for example in read_examples(path)] == [(None,), ("f",)]
+    path.write_text('{"context": "a b", "questions": ["c?"]}\n{"context": 3}\n')
+    with pytest.raises(RestoreKVError, match="line 2"):
+        read_examples(path)
