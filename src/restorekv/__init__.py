@@ -1,3 +1,46 @@
-"""Compress a long context's KV cache once, restore what eviction lost, ask anything."""
+"""Compress a long context's KV cache once, restore what eviction lost, ask anything.
+
+The public names are loaded on first use, so that `restorekv --help` need not wait for PyTorch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from restorekv.budget import Budget
+    from restorekv.compression import Eviction, Prepared, compress
+    from restorekv.compressed import CompressedContext
+    from restorekv.errors import RestoreKVError, RestoreKVWarning
+    from restorekv.models import load_model
+    from restorekv.restore import RestoreAdapter
 
 __version__ = "0.1.0"
+__all__ = [
+    "Budget",
+    "CompressedContext",
+    "Eviction",
+    "Prepared",
+    "RestoreAdapter",
+    "RestoreKVError",
+    "RestoreKVWarning",
+    "compress",
+    "load_model",
+]
+
+HOMES = {
+    "Budget": "budget",
+    "CompressedContext": "compressed",
+    "Eviction": "compression",
+    "Prepared": "compression",
+    "RestoreAdapter": "restore",
+    "RestoreKVError": "errors",
+    "RestoreKVWarning": "errors",
+    "compress": "compression",
+    "load_model": "models",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module 'restorekv' has no attribute {name!r}")
+    return getattr(import_module(f"restorekv.{HOMES[name]}"), name)

@@ -1,0 +1,267 @@
+"""Compression end to end on tiny models: exact budgets, one preparation for all, answers that survive a file."""
+
+import json
+import subprocess
+import sys
+from fractions import Fraction
+
+import pytest
+import torch
+from conftest import build_model
+from restorekv.restore import RestoreAdapter
+
+from restorekv.budget import Budget
+from restorekv.compression import Eviction, compress
+from restorekv.compressed import CompressedContext, size
+from restorekv.context_file import read
+from restorekv.errors import AdapterError, BudgetError, CacheFileError, RestoreKVError, RestoreKVWarning
+from restorekv.generate import ask
+from restorekv.models import CacheShape
+from restorekv.prompt import make_context
+
+TEXT = "The code of the red house is seven. The blue house has a green door, and nobody lives there. " * 2
+QUESTIONS = ["Which code?", "Who lives in the blue house, and why?", "Green?"]
+TOKENS = 4  # restore tokens
+
+
+def make_adapter(model):
+    adapter = RestoreAdapter.create(model, TOKENS, rank=2, alpha=4, seed=0)
+    with torch.no_grad():
+        for name, parameter in adapter.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return adapter
+
+
+@pytest.fixture
+def case(tiny_model, tiny_tokenizer):
+    return tiny_model, tiny_tokenizer, TEXT
+
+
+@pytest.mark.parametrize("evictor", ["kvzip", "kvzip+"])
+@pytest.mark.parametrize("policy", ["free", "counted"])
+@pytest.mark.parametrize("restored", [False, True])
+def test_pairs_are_the_budget(case, evictor, policy, restored):
+    model, tokenizer, text = case
+    adapter = make_adapter(model) if restored else None
+    prepared = Eviction.make(evictor, adapter, policy).prepare(model, tokenizer, text)
+    context, shape = prepared.context, CacheShape.of(model)
+    columns = context.tokens if policy == "free" else context.positions
+    for ratio in ["1", "0.5", "0.3", "0.1", "0.071"]:
+        cache = prepared.at(ratio)
+        total = Fraction(ratio) * columns * shape.layers * shape.heads // 1
+        outside = context.prefix * shape.layers * shape.heads if policy == "free" else 0
+        assert cache.pairs == total + outside
+        assert cache.restore == (TOKENS if restored else 0)
+        assert cache.get_seq_length() == context.positions + cache.restore
+        base = prepared.at(ratio, restored=False)
+        assert (base.pairs, base.restore) == (cache.pairs, 0)
+
+
+def test_evictors_keep_the_best_scores(case):
+    model, tokenizer, text = case
+    prepared = Eviction.make("kvzip", None, "counted").prepare(model, tokenizer, text)
+    scores, prefix = prepared.competing(), prepared.context.prefix
+    assert scores.shape[-1] == prepared.context.positions and scores[..., prefix:].equal(prepared.scores)
+    assert (scores[..., : min(prefix, 4)] == 1).all() and (scores[..., 4:prefix] == 0).all()
+    cache = prepared.at(0.2)
+    kept = torch.zeros_like(scores, dtype=torch.bool)
+    for index, layer in enumerate(cache.layers):
+        for head in range(layer.heads):
+            kept[index, head, layer.positions[layer.bounds[head] : layer.bounds[head + 1]].long()] = True
+    assert scores[kept].min() >= scores[~kept].max()
+
+
+def test_one_preparation_serves_every_budget(case):
+    model, tokenizer, text = case
+    adapter = make_adapter(model)
+    eviction = Eviction.make("kvzip")
+    prepared = eviction.prepare(model, tokenizer, text)
+    restored = prepared.restored_by(adapter)
+    assert prepared.full.get_seq_length() == prepared.context.positions
+    assert restored.full.get_seq_length() == prepared.context.positions + TOKENS
+    for ratio in (0.4, 0.1):
+        for adapter_used, cache in [(None, prepared.at(ratio)), (adapter, restored.at(ratio))]:
+            made = compress(*case, ratio=ratio, adapter=adapter_used)
+            for ours, theirs in zip(made.cache.layers, cache.layers, strict=True):
+                assert all(a.equal(b) for a, b in zip(ours.tensors(), theirs.tensors(), strict=True))
+    with pytest.raises(RestoreKVError, match="already"):
+        restored.restored_by(adapter)
+
+
+def test_everything_kept_answers_as_the_plain_model(case):
+    model, tokenizer, text = case
+    made = compress(model, tokenizer, text, ratio=1)
+    for question in QUESTIONS:
+        inputs = made.inputs(question)
+        plain = model.generate(**inputs, max_new_tokens=12, do_sample=False, pad_token_id=0)
+        words = tokenizer.decode(plain[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert made.ask(question, 12) == made.generate(question, max_new_tokens=12) == words
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_ask_generate_save_load(case, tmp_path, restored):
+    model, tokenizer, text = case
+    made = compress(model, tokenizer, text, ratio=0.2, adapter=make_adapter(model) if restored else None)
+    answers = made.ask(QUESTIONS, 12)
+    assert answers == [made.ask(question, 12) for question in QUESTIONS]
+    assert answers == [made.generate(question, max_new_tokens=12) for question in QUESTIONS]
+    made.save(tmp_path / "doc.rkv")
+    loaded = CompressedContext.load(tmp_path / "doc.rkv", model, tokenizer)
+    assert loaded.ask(QUESTIONS, 12) == answers and loaded.manifest == made.manifest
+    assert repr(loaded) == repr(made)
+
+
+def test_a_new_process_gives_the_same_answers(case, tmp_path):
+    model, tokenizer, text = case
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    made = compress(model, tokenizer, text, ratio=0.2, adapter=make_adapter(model))
+    made.save(tmp_path / "doc.rkv")
+    script = (
+        "import json, sys, torch; torch.set_num_threads(1)\n"
+        "from restorekv.compressed import CompressedContext\n"
+        "from restorekv.models import load_model\n"
+        "made = CompressedContext.load(sys.argv[2], *load_model(sys.argv[1], dtype='float32'))\n"
+        "print(json.dumps(made.ask(json.loads(sys.argv[3]), 12)))"
+    )
+    command = [sys.executable, "-c", script, tmp_path / "model", tmp_path / "doc.rkv", json.dumps(QUESTIONS)]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert json.loads(printed.splitlines()[-1]) == made.ask(QUESTIONS, 12)
+
+
+def test_the_wrong_model_is_refused(case, tiny_tokenizer, tmp_path):
+    model, tokenizer, text = case
+    path = tmp_path / "doc.rkv"
+    compress(model, tokenizer, text, ratio=0.2).save(path)
+    family = model.config.model_type
+    with pytest.raises(CacheFileError, match="another model"):
+        CompressedContext.load(path, build_model(family, seed=1), tokenizer)
+    rope = {"rope_type": "default", "rope_theta": 5000.0}
+    with pytest.raises(CacheFileError, match="RoPE"):
+        CompressedContext.load(path, build_model(family, rope_parameters=rope), tokenizer)
+    with pytest.raises(CacheFileError, match="float32"):
+        CompressedContext.load(path, build_model(family).bfloat16(), tokenizer)
+    other = type(tiny_tokenizer)(tokenizer_object=tiny_tokenizer.backend_tokenizer)
+    with pytest.warns(RestoreKVWarning, match="chat template"):
+        CompressedContext.load(path, build_model(family), other)
+
+
+def test_repr_and_manifest_tell_what_is_held(case, tmp_path):
+    model, tokenizer, text = case
+    made = compress(model, tokenizer, text, ratio=0.2, adapter=make_adapter(model))
+    m, shown = made.manifest, repr(made)
+    assert m.bytes_held == made.cache.nbytes and m.pairs_held == made.cache.pairs
+    assert m.pairs + m.pairs_of_prefix == m.pairs_held
+    for part in [f"T = {m.tokens}", f"{m.pairs:,}", size(m.bytes_full), size(m.bytes_held), "prefill", "score"]:
+        assert part in shown
+    assert set(m.seconds) == {"prefill", "score", "restore", "evict"}
+    made.save(tmp_path / "doc.rkv")
+    assert read(tmp_path / "doc.rkv")[2] == m
+
+
+def test_streaming(case, capsys):
+    made = compress(*case, ratio=0.5)
+    answer = made.ask(QUESTIONS[0], 12, stream=True)
+    assert capsys.readouterr().out == answer + "\n"
+    pieces = []
+    assert made.ask(QUESTIONS[0], 12, stream=pieces.append) == "".join(pieces) == answer
+
+
+def test_tokens_per_head(case):
+    model, tokenizer, text = case
+    shape = CacheShape.of(model)
+    made = compress(model, tokenizer, text, tokens_per_head=9, adapter=make_adapter(model))
+    assert made.manifest.pairs == 9 * shape.layers * shape.heads
+
+
+def test_tight_policies(case):
+    model, tokenizer, text = case
+    shape, adapter = CacheShape.of(model), make_adapter(model)
+    per_layer = shape.layers * shape.heads
+    with pytest.raises(BudgetError, match="smallest workable ratio"):
+        compress(model, tokenizer, text, tokens_per_head=2, adapter=adapter)
+    fewer = compress(model, tokenizer, text, tokens_per_head=2, adapter=adapter, on_tight="fewer")
+    assert (fewer.cache.restore, fewer.manifest.pairs, fewer.manifest.restore_tokens) == (2, 2 * per_layer, 2)
+    clip = compress(model, tokenizer, text, tokens_per_head=2, adapter=adapter, on_tight="clip")
+    assert (clip.cache.restore, clip.manifest.pairs) == (TOKENS, TOKENS * per_layer)
+    # The first tokens of a causal restore pass do not depend on the later ones.
+    assert fewer.cache.layers[-1].restore_keys.equal(clip.cache.layers[-1].restore_keys[:, :, :2])
+
+
+BAD = [
+    ({"context": ""}, "context is empty"),
+    ({"context": None}, "context is text"),
+    ({"ratio": 0}, "above 0"),
+    ({"ratio": 1.5}, "above 0"),
+    ({"ratio": float("nan")}, "above 0"),
+    ({"ratio": "much"}, "above 0"),
+    ({"tokens_per_head": 0}, "whole number"),
+    ({"tokens_per_head": 10**6}, "more than the"),
+    ({"ratio": 0.1, "tokens_per_head": 5}, "not both"),
+    ({"evictor": "magic"}, "magic"),
+    ({"prefix_policy": "maybe"}, "prefix_policy"),
+    ({"on_tight": "maybe"}, "on_tight"),
+    ({"adapter": "/no/such/adapter"}, "adapter"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD, ids=[str(change) for change, _ in BAD])
+def test_bad_input_is_refused_in_one_sentence(case, change, message):
+    model, tokenizer, text = case
+    options = {"context": text, **change}
+    with pytest.raises(RestoreKVError, match=message) as caught:
+        compress(model, tokenizer, options.pop("context"), **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_contexts_shorter_than_the_restore_cache(case):
+    model, tokenizer, _ = case
+    with pytest.raises(BudgetError, match="restore tokens"):
+        compress(model, tokenizer, "a", ratio=1, adapter=make_adapter(model))
+
+
+def test_adapters_for_another_model_are_refused_and_leave_nothing(case, tmp_path):
+    model, tokenizer, text = case
+    family = model.config.model_type
+    other = build_model(family, seed=1)
+    make_adapter(other).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(AdapterError):
+        compress(model, tokenizer, text, adapter=tmp_path / "adapter", ratio=0.2)
+    assert not any("lora" in name for name, _ in model.named_parameters())
+
+
+def test_an_adapter_from_disk_is_as_the_one_in_memory(case, tmp_path):
+    model, tokenizer, text = case
+    adapter = make_adapter(model)
+    made = compress(model, tokenizer, text, adapter=adapter, ratio=0.2)
+    adapter.save_pretrained(tmp_path / "adapter")
+    adapter.detach()
+    again = compress(model, tokenizer, text, adapter=tmp_path / "adapter", ratio=0.2)
+    assert not any("lora" in name for name, _ in model.named_parameters())
+    assert again.manifest.adapter == made.manifest.adapter
+    for ours, theirs in zip(made.cache.layers, again.cache.layers, strict=True):
+        torch.testing.assert_close(ours.restore_keys, theirs.restore_keys, rtol=1e-5, atol=1e-6)
+        assert ours.context_keys.equal(theirs.context_keys)
+
+
+def test_automatic_adapters_are_for_the_bundled_model_alone(case):
+    assert compress(*case, adapter="auto", ratio=0.2).manifest.adapter is None
+
+
+def test_budgets_of_another_context_are_refused(case):
+    model, tokenizer, text = case
+    prepared = Eviction.make("kvzip").prepare(model, tokenizer, text)
+    with pytest.raises(BudgetError, match="make another"):
+        prepared.at(Budget.of_ratio(0.1, 7, 3, 2))
+    shape = CacheShape.of(model)
+    with pytest.raises(BudgetError, match="prepare with an adapter"):
+        prepared.at(Budget.of_ratio(0.5, prepared.context.tokens, shape.layers, shape.heads, 2))
+
+
+def test_contexts_may_come_ready_made(case):
+    model, tokenizer, text = case
+    context = make_context(tokenizer, text)
+    prepared = Eviction.make("kvzip").prepare(model, tokenizer, context)
+    answers = ask(model, tokenizer, context, prepared.at(0.2), QUESTIONS, 8)
+    assert answers == compress(*case, ratio=0.2).ask(QUESTIONS, 8)
