@@ -1,0 +1,142 @@
+"""A restore adapter on disk, in the format it is published in.
+
+adapter_config.json, adapter_model.safetensors   a PEFT LoRA adapter
+restore_embeddings.safetensors                   one tensor "restore_embeddings" (n, d)
+restorekv.json                                   what it was trained with and checksums; published ones lack it
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from peft import LoraConfig
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from restorekv.errors import AdapterError
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+EMBEDDINGS, CARD = "restore_embeddings.safetensors", "restorekv.json"
+PREFIX = "base_model.model."  # what PEFT puts before the names of the model's own modules
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Card:
+    """What an adapter was made for. None where nobody has said it."""
+
+    model: str
+    fingerprint: str
+    rope: dict[str, object]
+    restore_tokens: int
+    dtype: str = "float32"
+    evictor: str | None = None
+    prefix_policy: str | None = None
+    ratio_range: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Stored:
+    """lora: tensors by the model's own module names; embeddings (n, d)."""
+
+    config: LoraConfig
+    lora: dict[str, Tensor]
+    embeddings: Tensor
+    card: Card | None
+
+
+def write(folder: Path, stored: Stored) -> None:
+    """All files are complete before the first one of an older adapter is replaced."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as name:
+            fresh = Path(name)
+            stored.config.save_pretrained(name)
+            lora = {PREFIX + key: value.contiguous() for key, value in stored.lora.items()}
+            save_file(lora, fresh / WEIGHTS, metadata={"format": "pt"})
+            save_file({"restore_embeddings": stored.embeddings.contiguous()}, fresh / EMBEDDINGS)
+            sums = {file: digest(fresh / file) for file in (CONFIG, WEIGHTS, EMBEDDINGS)}
+            card = {"version": VERSION, **asdict(stored.card), "sha256": sums}
+            (fresh / CARD).write_text(json.dumps(card, indent=2, sort_keys=True) + "\n")
+            for file in (CARD, CONFIG, WEIGHTS, EMBEDDINGS):
+                os.replace(fresh / file, folder / file)
+    except (OSError, SafetensorError) as error:
+        raise AdapterError(f"Cannot write the adapter to {folder}; choose a writable folder ({error}).") from error
+
+
+def read(name: str | Path) -> Stored:
+    """`name` is a folder or a hub id."""
+    folder = Path(name) if Path(name).is_dir() else download(str(name))
+    for file in (CONFIG, WEIGHTS, EMBEDDINGS):
+        if not (folder / file).is_file():
+            raise AdapterError(f"{folder} has no {file}; give the folder of a complete restore adapter.")
+    card = read_card(folder)
+    embeddings = tensors(folder / EMBEDDINGS).get("restore_embeddings")
+    if embeddings is None or embeddings.ndim != 2 or 0 in embeddings.shape:
+        raise AdapterError(f"{folder / EMBEDDINGS} has no tensor restore_embeddings (n, d); use another adapter.")
+    lora = {key.removeprefix(PREFIX): value for key, value in tensors(folder / WEIGHTS).items()}
+    return Stored(read_config(folder), lora, embeddings, card)
+
+
+def download(name: str) -> Path:
+    try:
+        return Path(snapshot_download(name, allow_patterns=[CONFIG, WEIGHTS, EMBEDDINGS, CARD]))
+    except Exception as error:  # a malformed id, no network and no such repository are a dozen kinds
+        raise AdapterError(f"There is no adapter folder {name!r}, nor can it be fetched from the hub.") from error
+
+
+def read_config(folder: Path) -> LoraConfig:
+    """A plain LoRA config; other kinds of adapter are refused."""
+    try:
+        kind = json.loads((folder / CONFIG).read_text()).get("peft_type")
+        config = LoraConfig.from_pretrained(str(folder))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise AdapterError(f"{folder / CONFIG} is damaged; fetch or train the adapter again.") from error
+    if kind != "LORA":
+        raise AdapterError(f"{folder} holds a {kind} adapter; a restore adapter is a LORA one.")
+    return config
+
+
+def read_card(folder: Path) -> Card | None:
+    """The card, after comparing the checksums in it; None for published adapters."""
+    path = folder / CARD
+    if not path.is_file():
+        return None
+    try:
+        entries = json.loads(path.read_text())
+        version, sums = entries["version"], entries["sha256"]
+        span = entries["ratio_range"]
+        card = Card(**{field.name: entries[field.name] for field in fields(Card)})
+        card = replace(card, ratio_range=span and tuple(span))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise AdapterError(f"{path} is damaged; fetch or train the adapter again.") from error
+    if version != VERSION:
+        raise AdapterError(f"{path} has format version {version}; this restorekv reads version {VERSION}.")
+    for file, expected in sums.items():
+        if digest(folder / file) != expected:
+            raise AdapterError(f"{folder / file} is not the file that was saved; fetch or train the adapter again.")
+    return card
+
+
+def tensors(path: Path) -> dict[str, Tensor]:
+    """Safetensors only: a pickle, whatever it is called, is never opened."""
+    try:
+        found = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise AdapterError(f"{path} is damaged or no safetensors file; fetch or train the adapter again.") from error
+    if not all(torch.isfinite(tensor).all() for tensor in found.values()):
+        raise AdapterError(f"{path} holds numbers that are not finite; use another adapter.")
+    return found
+
+
+def digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise AdapterError(f"Cannot read {path}; fetch or train the adapter again ({error}).") from error

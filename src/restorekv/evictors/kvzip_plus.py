@@ -1,0 +1,42 @@
+"""KVzip+ (the normalisation of arXiv:2601.07891 inside KVzip, as in kvpress): what a look moves in the residual stream.
+
+With x_j the input of the attention module (after the input norm), v_i the value and W_hg the columns of the output
+projection that belong to query head (h, g),
+
+    score_i = max over j, g of  A_ji * ||W_hg v_i|| / ||x_j||.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from restorekv.evictors.kvzip import KVzip, column_maxima
+from restorekv.probe import LayerProbe
+
+
+@dataclass(frozen=True)
+class KVzipPlus(KVzip):
+    """Passes, chunks and sinks are KVzip's."""
+
+    name: ClassVar[str] = "kvzip+"
+
+    def chunk_scores(self, probe: LayerProbe, start: int, end: int) -> Tensor:
+        """(H, end - start). The column factor is the same for every row, so it may wait until after the row maximum."""
+        rows = 1 / probe.hidden.float().norm(dim=-1)  # (Q,)
+        best = column_maxima(probe, start, end, min(self.sinks, start), rows)
+        columns = output_norms(probe.module.o_proj.weight, probe.value[:, start:end], best.shape[1])
+        return (best * columns).amax(1)
+
+
+def output_norms(weight: Tensor, value: Tensor, groups: int) -> Tensor:
+    """||W_hg v_i||: weight (d, H*G*D), value (H, m, D) -> (H, G, m).
+
+    ||W v||^2 = v^T (W^T W) v, and the Gram matrix is D x D: no (m, d) products are stored.
+    """
+    heads, _, dim = value.shape
+    split = weight.float().view(-1, heads, groups, dim)
+    gram = torch.einsum("xhgd,xhge->hgde", split, split)
+    value = value.float().unsqueeze(1)  # (H, 1, m, D)
+    return ((value @ gram) * value).sum(-1).clamp_min(0).sqrt()

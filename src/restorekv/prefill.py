@@ -1,0 +1,44 @@
+"""Filling a cache: a chunked prefill, and a cache that can be looked at without being filled.
+
+Only the decoder runs, never the LM head, and no gradient is recorded.
+"""
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
+
+from restorekv.models import decoder
+
+CHUNK = 4096
+
+
+@torch.no_grad()
+def prefill(model: PreTrainedModel, ids: Tensor, chunk: int = CHUNK) -> DynamicCache:
+    """ids (1, S + T) -> keys and values (1, H, S + T, D) of every layer; `chunk` bounds the memory of activations."""
+    full = DynamicCache()
+    for piece in ids.to(model.device).split(chunk, dim=-1):
+        decoder(model)(input_ids=piece, past_key_values=full, use_cache=True)
+    return full
+
+
+class PassingLayer(DynamicLayer):
+    """Shows a dense layer's pairs followed by those of the pass at hand, and keeps only its own.
+
+    Nothing has to be cut back after a pass, and of all layers just one holds the joined copy at a time.
+    """
+
+    def __init__(self, dense: DynamicLayer) -> None:
+        super().__init__()
+        self.keys, self.values = dense.keys, dense.values
+        self.dtype, self.device = dense.keys.dtype, dense.keys.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Q new pairs (1, H, Q, D) -> all of them, (1, H, S + T + Q, D)."""
+        return torch.cat([self.keys, key_states], dim=-2), torch.cat([self.values, value_states], dim=-2)
+
+
+def passing(full: DynamicCache) -> Cache:
+    """A cache for passes that read `full` and leave no trace in it, whatever happens to them."""
+    return Cache(layers=[PassingLayer(layer) for layer in full.layers])
