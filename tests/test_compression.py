@@ -8,16 +8,16 @@ from fractions import Fraction
 import pytest
 import torch
 from conftest import build_model
-from restorekv.restore import RestoreAdapter
 
 from restorekv.budget import Budget
-from restorekv.compression import Eviction, compress
 from restorekv.compressed import CompressedContext, size
+from restorekv.compression import Eviction, compress
 from restorekv.context_file import read
 from restorekv.errors import AdapterError, BudgetError, CacheFileError, RestoreKVError, RestoreKVWarning
 from restorekv.generate import ask
 from restorekv.models import CacheShape
 from restorekv.prompt import make_context
+from restorekv.restore import RestoreAdapter
 
 TEXT = "The code of the red house is seven. The blue house has a green door, and nobody lives there. " * 2
 QUESTIONS = ["Which code?", "Who lives in the blue house, and why?", "Green?"]
@@ -62,8 +62,10 @@ def test_evictors_keep_the_best_scores(case):
     model, tokenizer, text = case
     prepared = Eviction.make("kvzip", None, "counted").prepare(model, tokenizer, text)
     scores, prefix = prepared.competing(), prepared.context.prefix
-    assert scores.shape[-1] == prepared.context.positions and scores[..., prefix:].equal(prepared.scores)
-    assert (scores[..., : min(prefix, 4)] == 1).all() and (scores[..., 4:prefix] == 0).all()
+    assert scores.shape[-1] == prepared.context.positions
+    first = max(prefix, 4)
+    assert scores[..., first:].equal(prepared.scores[..., first - prefix :])
+    assert scores[..., :4].isposinf().all() and (scores[..., 4:prefix] == 0).all()
     cache = prepared.at(0.2)
     kept = torch.zeros_like(scores, dtype=torch.bool)
     for index, layer in enumerate(cache.layers):
@@ -236,13 +238,22 @@ def test_an_adapter_from_disk_is_as_the_one_in_memory(case, tmp_path):
     adapter = make_adapter(model)
     made = compress(model, tokenizer, text, adapter=adapter, ratio=0.2)
     adapter.save_pretrained(tmp_path / "adapter")
-    adapter.detach()
     again = compress(model, tokenizer, text, adapter=tmp_path / "adapter", ratio=0.2)
     assert not any("lora" in name for name, _ in model.named_parameters())
     assert again.manifest.adapter == made.manifest.adapter
     for ours, theirs in zip(made.cache.layers, again.cache.layers, strict=True):
         torch.testing.assert_close(ours.restore_keys, theirs.restore_keys, rtol=1e-5, atol=1e-6)
         assert ours.context_keys.equal(theirs.context_keys)
+
+
+def test_adapters_of_another_model_object_or_evictor(case):
+    model, tokenizer, text = case
+    with pytest.raises(AdapterError, match="another model object"):
+        compress(model, tokenizer, text, adapter=make_adapter(build_model(model.config.model_type)), ratio=0.2)
+    adapter = make_adapter(model)
+    adapter.describe(evictor="kvzip+")
+    with pytest.warns(RestoreKVWarning, match="kvzip\\+, not kvzip"):
+        compress(model, tokenizer, text, adapter=adapter, ratio=0.2)
 
 
 def test_automatic_adapters_are_for_the_bundled_model_alone(case):

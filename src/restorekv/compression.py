@@ -27,7 +27,7 @@ from restorekv.budget import PREFIX_POLICIES, Budget, OnTight, PrefixPolicy
 from restorekv.cache import RaggedCache
 from restorekv.compressed import CompressedContext
 from restorekv.context_file import Manifest
-from restorekv.errors import BudgetError, RestoreKVError
+from restorekv.errors import AdapterError, BudgetError, RestoreKVError
 from restorekv.evictors.allocate import exact_top
 from restorekv.models import CacheShape, bundled_path, model_fingerprint, rope_fingerprint
 from restorekv.prefill import prefill
@@ -89,15 +89,13 @@ class Prepared:
     def competing(self) -> Tensor:
         """Scores of the pairs that compete for the budget: (L, H, T), or (L, H, S + T) with the prefix counted.
 
-        As in kvpress 0.5.5 the prefix scores 0 but for its first four columns, which score 1; where the prefix is
-        shorter than that, the context's own scores stand in the remaining ones.
+        As in kvpress 0.5.5 the prefix scores 0, and the first four columns, whether prefix or context, are pinned.
         """
         if self.prefix_policy == "free":
             return self.scores
-        layers, heads, _ = self.scores.shape
-        prefix = self.scores.new_zeros(layers, heads, self.context.prefix)
-        prefix[..., :SINKS] = 1.0
-        return torch.cat([prefix, self.scores], -1)
+        scores = torch.nn.functional.pad(self.scores, (self.context.prefix, 0))
+        scores[..., :SINKS] = torch.inf
+        return scores
 
 
 @dataclass(frozen=True)
@@ -160,8 +158,8 @@ def compress(
 ) -> CompressedContext:
     """Compress `context` to `ratio` (0.1 unless given) of its KV pairs, or to `tokens_per_head` of them per head.
 
-    `adapter` is a RestoreAdapter attached to `model`, a folder or hub id of one, "auto" for the one that ships with
-    the bundled model, or None. An adapter loaded here is detached again.
+    `adapter` is a RestoreAdapter made for `model`, a folder or hub id of one, "auto" for the one that ships with the
+    bundled model, or None.
     """
     if ratio is not None and tokens_per_head is not None:
         raise BudgetError("Give either a ratio or tokens_per_head, not both.")
@@ -169,8 +167,9 @@ def compress(
     parsed = make_context(tokenizer, context)
     budget = plan(model, parsed, 0.1 if ratio is None else ratio, tokens_per_head, prefix_policy, on_tight)
     budget(0)  # refuses a bad ratio before any work is done
-    with attached(model, adapter, evictor) as restorer, torch.no_grad():
-        wanted = budget(restorer.restore_tokens if restorer else 0)
+    restorer = load_adapter(model, adapter, evictor)
+    wanted = budget(restorer.restore_tokens if restorer else 0)
+    with torch.no_grad():
         prepared = replace(eviction, adapter=restorer).prepare(model, tokenizer, parsed, progress)
         seconds = dict(prepared.seconds)
         with timed(seconds, "evict"):
@@ -195,21 +194,20 @@ def plan(
     return lambda n: Budget.of_tokens_per_head(tokens_per_head, columns, shape.layers, shape.heads, n, on_tight)
 
 
-@contextmanager
-def attached(
+def load_adapter(
     model: PreTrainedModel, adapter: RestoreAdapter | str | Path | None, evictor: str
-) -> Iterator[RestoreAdapter | None]:
-    """The adapter itself, or one loaded for the time being."""
+) -> RestoreAdapter | None:
+    """The adapter itself, or one from a folder, the hub or, with "auto", the package; warns if the evictor differs."""
     if adapter == "auto":
         adapter = bundled_adapter(model, evictor)
-    if adapter is None or isinstance(adapter, RestoreAdapter):
-        yield adapter
-        return
-    loaded = RestoreAdapter.from_pretrained(model, adapter, evictor=evictor)
-    try:
-        yield loaded
-    finally:
-        loaded.detach()
+    if adapter is None:
+        return None
+    if not isinstance(adapter, RestoreAdapter):
+        return RestoreAdapter.from_pretrained(model, adapter, evictor=evictor)
+    if adapter.model is not model:
+        raise AdapterError("The adapter was made for another model object; load it for this one.")
+    adapter.check_evictor(evictor)
+    return adapter
 
 
 def bundled_adapter(model: PreTrainedModel, evictor: str) -> Path | None:

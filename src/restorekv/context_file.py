@@ -63,7 +63,7 @@ def write(path: str | Path, cache: RaggedCache, context: Context, manifest: Mani
         "format": FORMAT,
         "version": str(VERSION),
         "checksum": BLANK,
-        "manifest": json.dumps({**asdict(manifest), "suffix_text": context.suffix_text}, sort_keys=True),
+        "manifest": json.dumps({**asdict(manifest), "suffix_text": context.suffix_text}),
     }
     payload = safetensors.torch.save(pack(cache, context), metadata)
     payload = payload.replace(BLANK.encode(), hashlib.sha256(payload).hexdigest().encode(), 1)
