@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from restorekv.bundled.suite import documents, draw, measure
-from restorekv.compress import Eviction, attached
+from restorekv.compression import Eviction, load_adapter
 from restorekv.evaluate import RATIOS, Evaluation, evaluate
 from restorekv.generate import ask
 from restorekv.models import load_model
@@ -57,7 +57,8 @@ def side_by_side(model, tokenizer, adapters: dict, ratio: float) -> Table:
     asked = list({question.family: question for question in document.questions}.values())[:3]
     columns: dict[str, list[str]] = {"reference": [question.target for question in asked]}
     for evictor, source in adapters.items():
-        with attached(model, source, evictor) as adapter, torch.no_grad():
+        adapter = load_adapter(model, source, evictor)
+        with torch.no_grad():
             prepared = Eviction.make(evictor, adapter).prepare(model, tokenizer, document.text)
         caches = {"full cache": prepared.at(1, restored=False)} if len(columns) == 1 else {}
         caches |= {name(evictor, restored): prepared.at(ratio, restored=restored) for restored in (False, True)}

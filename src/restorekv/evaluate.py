@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.budget import OnTight, PrefixPolicy
 from restorekv.bundled.world import FAMILIES, Document
 from restorekv.cache import RaggedCache
-from restorekv.compress import Eviction, Prepared, attached, counted_pairs
+from restorekv.compression import Eviction, Prepared, counted_pairs, load_adapter
 from restorekv.generate import ask
 from restorekv.models import model_fingerprint, rope_fingerprint
 from restorekv.restore import RestoreAdapter
@@ -97,7 +97,8 @@ def evaluate(
     cells: dict[Key, Cell] = {FULL: Cell()}
     described: dict[str, dict | None] = {}
     for turn, (evictor, source) in enumerate(adapters.items()):
-        with attached(model, source, evictor) as adapter, torch.no_grad():
+        adapter = load_adapter(model, source, evictor)
+        with torch.no_grad():
             eviction = Eviction.make(evictor, adapter, prefix_policy, on_tight)
             described[evictor] = adapter.identity() if adapter else None
             keys = [

@@ -111,13 +111,17 @@ def needles(rng: random.Random, size: int) -> Facts:
     codes[many].sort(key=lambda code: sentences.index(f"The secret code of the {many} is {code}."))
     asked = []
     for key in keys[1:]:
-        asked.append(_plain(f"What is the secret code of the {key}?", codes[key], "multikey"))
-    asked.append(_plain(f"What are all the secret codes of the {many}?", codes[many], "multivalue"))
+        asked.append(
+            _plain(f"What is the secret code of the {key}?", codes[key], "multikey", f"{key} is {codes[key][0]}.")
+        )
+    told = ", ".join(f"{many} is {code}" for code in codes[many]) + "."
+    asked.append(_plain(f"What are all the secret codes of the {many}?", codes[many], "multivalue", told))
     if size > 2:
         some = rng.sample(keys[1:], min(size - 1, rng.choice((2, 3))))
         text = f"What are the secret codes of the {_join(['the ' + k for k in some])[4:]}?"
-        asked.append(_plain(text, [codes[key][0] for key in some], "multiquery"))
-    listing = ", ".join(re.sub(r"The secret code of the (\w+) is (\d+)\.", r"\1 \2", s) for s in sentences) + "."
+        told = ", ".join(f"{key} is {codes[key][0]}" for key in some) + "."
+        asked.append(_plain(text, [codes[key][0] for key in some], "multiquery", told))
+    listing = ", ".join(sentence.removeprefix("The secret code of the ")[:-1] for sentence in sentences) + "."
     asked.append(Question("List every secret code in the text.", (), listing, "freeform", "f1", 64))
     return Facts(tuple(sentences), tuple(asked))
 
@@ -125,12 +129,12 @@ def needles(rng: random.Random, size: int) -> Facts:
 def needle(rng: random.Random) -> Facts:
     """One key with one code."""
     key, code = rng.choice(ITEMS), _code(rng)
-    asked = _plain(f"What is the secret code of the {key}?", [code], "single")
+    asked = _plain(f"What is the secret code of the {key}?", [code], "single", f"{key} is {code}.")
     return Facts((f"The secret code of the {key} is {code}.",), (asked,))
 
 
-def _plain(text: str, answers: list[str], family: str) -> Question:
-    return Question(text, tuple(answers), ", ".join(answers) + ".", family, "all", 24)
+def _plain(text: str, answers: list[str], family: str, target: str) -> Question:
+    return Question(text, tuple(answers), target, family, "all")
 
 
 RELATIONS: dict[str, tuple[str, str, list[str]]] = {
@@ -151,21 +155,21 @@ def people(rng: random.Random, size: int) -> Facts:
             value = values[relation][index]
             about.append(statement.format(name=name, value=value))
             text = question.format(name=name)
-            asked.append(_plain(text, [value], "qa"))
+            asked.append(_plain(text, [value], "qa", about[-1]))
             for options in (4, 5):
-                asked.append(_choice(rng, text, value, values[relation], options))
+                asked.append(_choice(rng, text, about[-1], value, values[relation], options))
         asked.append(Question(f"Tell me about {name}.", (), " ".join(about), "freeform", "f1", 64))
         rng.shuffle(about)
         sentences += about
     return Facts(tuple(sentences), tuple(asked))
 
 
-def _choice(rng: random.Random, text: str, value: str, pool: list[str], options: int) -> Question:
+def _choice(rng: random.Random, text: str, fact: str, value: str, pool: list[str], options: int) -> Question:
     others = rng.sample([other for other in pool if other != value], options - 1)
     shown = rng.sample([value, *others], options)
     letter = "ABCDE"[shown.index(value)]
     listed = " ".join(f"({'ABCDE'[i]}) {option}" for i, option in enumerate(shown))
-    return Question(f"{text} {listed}", (letter,), f"{value} ({letter}).", f"choice{options}", "letter", 16)
+    return Question(f"{text} {listed}", (letter,), f"{fact[:-1]} ({letter}).", f"choice{options}", "letter")
 
 
 def boxes(rng: random.Random, size: int) -> Facts:
@@ -178,7 +182,8 @@ def boxes(rng: random.Random, size: int) -> Facts:
         steps = [f"Put {number} into box {chain[0]}."]
         steps += [f"Copy box {source} into box {target}." for source, target in pairwise(chain)]
         chains.append(steps)
-        asked.append(_plain(f"Which boxes hold {number}?", chain, "vt"))
+        told = f"{number} into " + " into ".join(f"box {name}" for name in chain) + "."
+        asked.append(_plain(f"Which boxes hold {number}?", chain, "vt", told))
     sentences = []
     while any(chains):
         sentences.append(rng.choice([chain for chain in chains if chain]).pop(0))
@@ -196,7 +201,9 @@ def counted_words(rng: random.Random, family: str, length: int) -> tuple[str, Qu
     drawn += (words[3:] * (length // 21 + 1))[: max(length - len(drawn), 0)]
     rng.shuffle(drawn)
     title = {"cwe": "Word list: ", "fwe": "Coded list: "}[family]
-    return title + " ".join(drawn) + ".", _plain(f"What are the three {name} list?", words[:3], family)
+    return title + " ".join(drawn) + ".", _plain(
+        f"What are the three {name} list?", words[:3], family, ", ".join(words[:3]) + "."
+    )
 
 
 Measure = Callable[[str], int]
@@ -232,12 +239,12 @@ def document(rng: random.Random, kind: str, tokens: int, measure: Measure, noise
     """A document of at most `tokens` by `measure` (which is told one sentence at a time) and its questions."""
     if kind == "words":
         return _lists(rng, tokens, measure, noise)
-    large = tokens >= 400
+    large = tokens >= 200
     parts = []
     if kind in ("needles", "mixed"):
-        parts.append(needles(rng, rng.choice((3, 4, 5, 6)) if large else rng.choice((2, 3))))
+        parts.append(needles(rng, rng.choice((3, 4, 5, 6)) if large else rng.randint(2, max(tokens // 20, 2))))
     if kind in ("people", "mixed"):
-        parts.append(people(rng, rng.choice((2, 3)) if large else 1))
+        parts.append(people(rng, rng.choice((2, 3)) if large else rng.randint(1, max(tokens // 40, 1))))
     if kind in ("boxes", "mixed"):
         parts.append(boxes(rng, 2 if large else 1))
     if kind == "boxes":

@@ -39,12 +39,20 @@ def read_examples(path: Path) -> list[Example]:
     if not path.is_file():
         raise RestoreKVError(f"There is no training file {path}; give a JSON-lines file or 'bundled'.")
     examples = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(lines(path), 1):
         if line.strip():
             examples.append(_example(line, f"{path}, line {number}"))
     if not examples:
         raise RestoreKVError(f"The training file {path} has no examples; write one JSON object a line.")
     return examples
+
+
+def lines(path: Path) -> list[str]:
+    """Of a UTF-8 file; U+2028 and its like do not end a line of JSON."""
+    try:
+        return path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise RestoreKVError(f"The training file {path} is not UTF-8 text; convert it first.") from error
 
 
 def _example(line: str, where: str) -> Example:
@@ -53,7 +61,8 @@ def _example(line: str, where: str) -> Example:
         context, questions = row["context"], tuple(row["questions"])
         drafts = tuple(row.get("answers") or [None] * len(questions))
         texts = [context, *questions, *(draft for draft in drafts if draft is not None)]
-        well_formed = questions and len(drafts) == len(questions) and all(isinstance(text, str) for text in texts)
+        paired = isinstance(row["questions"], list) and len(drafts) == len(questions) > 0
+        well_formed = paired and all(isinstance(text, str) for text in texts)
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
         well_formed = False
     if not well_formed:

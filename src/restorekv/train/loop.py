@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.budget import PrefixPolicy
-from restorekv.compress import Eviction, Prepared
+from restorekv.compression import Eviction, Prepared
 from restorekv.errors import RestoreKVError
 from restorekv.restore import RestoreAdapter
 from restorekv.train.data import Example
@@ -57,6 +57,18 @@ class TrainConfig:
     seed: int = 0
     keep: int = 0  # contexts whose prefill, scores and lessons stay in memory for the next time they are drawn
     checkpoint_every: int = 50
+
+    def __post_init__(self) -> None:
+        for name in ("restore_tokens", "rank", "steps", "contexts", "questions", "max_new_tokens", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise RestoreKVError(f"{name} is a number of at least 1, not {getattr(self, name)}.")
+        for name in ("alpha", "lr", "weight_decay", "warmup", "clip", "keep"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise RestoreKVError(f"{name} is a number of at least 0, not {getattr(self, name)}.")
+        if not 0 < self.ratio_min <= self.ratio_max <= 1:
+            raise RestoreKVError(
+                f"Training ratios need 0 < ratio_min <= ratio_max <= 1, not {self.ratio_min:g} and {self.ratio_max:g}."
+            )
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -154,7 +166,6 @@ def train(
                 file.flush()
                 checkpoint(folder, config, adapter, optimizer, step + 1)
     adapter.describe(
-        model,
         evictor=config.evictor,
         prefix_policy=config.prefix_policy,
         ratio_range=(config.ratio_min, config.ratio_max),

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache import RaggedCache
-from restorekv.compress import Prepared
+from restorekv.compression import Prepared
 from restorekv.generate import greedy, stop_ids
 from restorekv.models import decoder
 from restorekv.prompt import encode, question_ids

@@ -1,0 +1,56 @@
+"""Train the restore adapters of the bundled model.
+
+    python recipes/bundled/adapters.py runs/bundled --evictor kvzip          (resumes)
+
+The settings differ from the paper's where a model of two million parameters needs it; docs/LOG.md tells why.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from restorekv.models import load_model
+from restorekv.train.data import bundled_examples
+from restorekv.train.loop import TrainConfig, train
+
+CONTEXTS = 1200
+SETTINGS = TrainConfig(
+    restore_tokens=4,
+    rank=16,
+    alpha=32,
+    lr=2e-3,
+    warmup=20,
+    steps=600,
+    contexts=8,
+    questions=4,
+    ratio_min=0.025,
+    ratio_max=0.25,
+    max_new_tokens=48,
+    keep=CONTEXTS,
+)
+
+
+def main() -> None:
+    """Train one adapter and leave it in FOLDER/restore-EVICTOR/adapter."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--evictor", default="kvzip")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    model, tokenizer = load_model(str(options.folder / "model"))
+    config = TrainConfig(**{**vars(SETTINGS), "evictor": options.evictor})
+    examples = bundled_examples(tokenizer, CONTEXTS, config.seed, 384, 1536)
+
+    def show(step: int, steps: int, loss: float) -> None:
+        if step % 10 == 0:
+            print(f"{options.evictor}: step {step} of {steps}, loss {loss:.4f}", flush=True)
+
+    train(model, tokenizer, examples, config, options.folder / f"restore-{options.evictor}", resume=True, progress=show)
+
+
+if __name__ == "__main__":
+    main()
