@@ -52,6 +52,12 @@ class RaggedLayer(CacheLayerMixin):
     def restore(self) -> int:
         return self.restore_keys.shape[-2]
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(B, H, positions, D): importing kvpress wraps every attention function in one that asks a key for this."""
+        batch, heads, tail, dim = self.keys.shape
+        return batch, heads, self.seen + tail, dim
+
     def fork(self, batch: int = 1) -> RaggedLayer:
         """The same context and restore cache, with a tail of its own for `batch` questions."""
         layer = RaggedLayer(
