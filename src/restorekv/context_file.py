@@ -59,6 +59,9 @@ def write(path: str | Path, cache: RaggedCache, context: Context, manifest: Mani
         raise CacheFileError(f"{path} is a folder; give the name of a file.")
     if not path.parent.is_dir():
         raise CacheFileError(f"The folder {path.parent} does not exist; create it or choose another.")
+    if path.exists() and not path.is_file():  # os.replace would put a file in the place of /dev/null
+        raise CacheFileError(f"{path} is not a regular file; give the name of one.")
+    path = path.resolve()  # a symbolic link stays, and leads to the new file
     metadata = {
         "format": FORMAT,
         "version": str(VERSION),

@@ -56,19 +56,52 @@ def load_model(
     name: str = BUNDLED, dtype: str | torch.dtype = "auto", device: str | torch.device = "cpu"
 ) -> tuple[PreTrainedModel, Tokenizer]:
     """`name` is "bundled", a local folder or a hub id; attention goes through `restorekv.attention`."""
-    source = str(bundled_path("model")) if name == BUNDLED else name
-    if name == BUNDLED and not Path(source).is_dir():
-        raise ModelError(f"This installation has no bundled model in {source}; reinstall restorekv or pass --model.")
+    source = model_source(name)
+    device = usable_device(device)
+    tokenizer = load_tokenizer(name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=attention.NAME)
     except Exception as error:  # transformers raises a dozen kinds: missing, damaged, unreachable, unknown
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(
-            f"Cannot load the model {name!r}; give a model folder, a hub id or 'bundled' ({reason})."
-        ) from error
+        raise unloadable(name, error) from error
     CacheShape.of(model)
     return model.to(device).eval().requires_grad_(False), tokenizer
+
+
+def load_tokenizer(name: str = BUNDLED, offline: bool = False) -> Tokenizer:
+    """The tokenizer alone; `offline` looks on this machine only."""
+    source = model_source(name)
+    try:
+        return AutoTokenizer.from_pretrained(source, local_files_only=offline)
+    except Exception as error:
+        raise unloadable(name, error) from error
+
+
+def model_source(name: str) -> str:
+    """A folder or a hub id that transformers understands."""
+    if name != BUNDLED:
+        if not name.strip():
+            raise ModelError("The model has no name; give a model folder, a hub id or 'bundled'.")
+        return name
+    folder = bundled_path("model")
+    if not folder.is_dir():
+        raise ModelError(f"This installation has no bundled model in {folder}; reinstall restorekv or pass --model.")
+    return str(folder)
+
+
+def unloadable(name: str, error: Exception) -> ModelError:
+    """One sentence from whatever transformers raised."""
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    return ModelError(f"Cannot load the model {name!r}; give a model folder, a hub id or 'bundled' ({reason}).")
+
+
+def usable_device(device: str | torch.device) -> torch.device:
+    """A device that PyTorch knows and this machine has."""
+    try:
+        known = torch.device(device)
+        torch.empty(0, device=known)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"There is no device {str(device)!r} here; use cpu or one that PyTorch has.") from error
+    return known
 
 
 def decoder(model: PreTrainedModel) -> nn.Module:

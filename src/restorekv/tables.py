@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-from pathlib import Path
+from dataclasses import asdict
 
 from rich.table import Table
 
@@ -61,11 +59,11 @@ def held(result: Evaluation) -> Table:
     return table
 
 
-def write_json(path: Path, result: Evaluation, **more: object) -> None:
-    """`{"rows": [...], "conventions": {...}}`, written whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(json.dumps({"rows": result.rows(), "conventions": result.conventions, **more}, indent=1))
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def payload(result: Evaluation) -> dict:
+    """For programs: rows, conventions, and every answer of every cell."""
+    answers = [
+        {"evictor": evictor, "restored": restored, "ratio": ratio, **asdict(answer)}
+        for (evictor, restored, ratio), cell in result.cells.items()
+        for answer in cell.answers
+    ]
+    return {"rows": result.rows(), "conventions": result.conventions, "answers": answers}

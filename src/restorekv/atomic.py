@@ -1,0 +1,40 @@
+"""Files that are written whole or not at all."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from restorekv.errors import RestoreKVError
+
+
+def check_target(path: Path) -> None:
+    """Refuses a place that cannot hold a file, before hours of work go into its contents."""
+    if path.is_dir():
+        raise RestoreKVError(f"{path} is a folder; give the name of a file.")
+    if not path.parent.is_dir():
+        raise RestoreKVError(f"The folder {path.parent} does not exist; create it or choose another.")
+    if path.exists() and not path.is_file():
+        raise RestoreKVError(f"{path} is not a regular file; give the name of one.")
+    if not os.access(path.parent, os.W_OK):
+        raise RestoreKVError(f"The folder {path.parent} is not writable; choose another or change its permissions.")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields a name beside `path`; what was written there takes its place if the block ends well, else vanishes."""
+    check_target(path)
+    path = path.resolve()  # through a symbolic link, which stays
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, figures: object) -> None:
+    """Indented UTF-8 JSON."""
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
