@@ -1,0 +1,89 @@
+"""The command line: `restorekv COMMAND`. This module knows the commands' names and imports none of them.
+
+PyTorch takes seconds to import, so a command's module is imported when that command runs, from the one table
+COMMANDS. Each module has a function `run` whose signature is the command's arguments.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from restorekv import __version__
+from restorekv.cli.mistakes import UsageMistake, report, show_warnings, tell
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "compress": ("restorekv.cli.compress", "Compress a text into a small cache file."),
+    "ask": ("restorekv.cli.ask", "Answer questions from a cache file."),
+    "inspect": ("restorekv.cli.inspect", "Show which tokens survive and where the budget falls."),
+    "train": ("restorekv.cli.train", "Train a restore adapter by self-distillation."),
+    "eval": ("restorekv.cli.eval", "Score evictors on the bundled suite, with and without restoring."),
+    "demo": ("restorekv.cli.demo", "Show the main job on the bundled model, with figures."),
+}
+
+
+class Commands(TyperGroup):
+    """Lists every command by its line in COMMANDS and imports only the one that is run."""
+
+    def list_commands(self, ctx: typer.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: typer.Context, name: str) -> TyperCommand | None:
+        return TyperCommand(name, help=COMMANDS[name][1]) if name in COMMANDS else None
+
+    def resolve_command(self, ctx: typer.Context, args: list[str]) -> tuple:
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, load(name), rest
+
+
+def load(name: str) -> TyperCommand:
+    """The command itself, its flags read from the signature of its module's `run`."""
+    module, line = COMMANDS[name]
+    single = typer.Typer(add_completion=False)
+    single.command(name, help=line)(importlib.import_module(module).run)
+    return typer.main.get_command(single)
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"restorekv {__version__}")
+        raise typer.Exit()
+
+
+app = typer.Typer(cls=Commands, add_completion=False, no_args_is_help=False)
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Compress a long context once, restore what eviction lost, ask anything."""
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """The entry point: runs a command and exits with 0, 1 (a mistake), 2 (wrong usage) or 130 (Ctrl-C)."""
+    sys.exit(execute(sys.argv[1:] if args is None else list(args)))
+
+
+def execute(args: list[str]) -> int:
+    """One command; whatever a user can mend is told in one sentence on stderr."""
+    show_warnings()
+    group = typer.main.get_command(app)
+    try:
+        # Not group.main(): it would print mistakes its own way, and a usage page with them.
+        with group.make_context("restorekv", args or ["--help"]) as context:
+            group.invoke(context)
+        sys.stdout.flush()
+    except typer.Exit as end:
+        return end.exit_code
+    except UsageMistake as error:
+        page = " ".join(["restorekv", *(name for name in args[:1] if name in COMMANDS), "--help"])
+        return tell(f"{error.format_message().rstrip('.')}; see {page}.", 2)
+    except BaseException as error:
+        return report(error)
+    return 0

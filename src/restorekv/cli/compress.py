@@ -1,0 +1,83 @@
+"""`restorekv compress FILE -o doc.rkv`: text in, cache file out."""
+
+import time
+from dataclasses import asdict
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from restorekv.atomic import check_target, write_json
+from restorekv.budget import exact_ratio
+from restorekv.cli.session import figures_table, notes, open_model, output, read_text
+from restorekv.compressed import CompressedContext, size
+from restorekv.compression import Eviction, compress
+from restorekv.errors import BudgetError
+
+
+def run(
+    file: Annotated[str, typer.Argument(help="A UTF-8 text, or - for stdin.")],
+    out: Annotated[Path, typer.Option("--output", "-o", help="The cache file to write.")],
+    ratio: Annotated[
+        str | None, typer.Option(help="Share of the KV pairs to hold, in (0, 1]; 0.1 unless given.")
+    ] = None,
+    tokens_per_head: Annotated[int | None, typer.Option(help="Instead of a ratio: pairs per head, on average.")] = None,
+    evictor: Annotated[str, typer.Option(help="kvzip or kvzip+.")] = "kvzip",
+    adapter: Annotated[str, typer.Option(help="auto (the bundled model's own), none, a folder or a hub id.")] = "auto",
+    model: Annotated[str, typer.Option(help="bundled, a model folder or a hub id.")] = "bundled",
+    prefix_policy: Annotated[
+        str, typer.Option(help="free: the chat prefix is kept and not counted; counted.")
+    ] = "free",
+    on_tight: Annotated[
+        str, typer.Option(help="When the restore tokens exceed the budget: error, fewer or clip.")
+    ] = "error",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
+) -> None:
+    if ratio is not None and tokens_per_head is not None:
+        raise BudgetError("Give either --ratio or --tokens-per-head, not both.")
+    Eviction.make(evictor, None, prefix_policy, on_tight)
+    ratio = None if ratio is None else exact_ratio(ratio)
+    for target in filter(None, (out, json)):
+        check_target(target)
+    text = read_text(file)
+    loaded, tokenizer = open_model(model, dtype, device)
+    begun = time.perf_counter()
+    with notes.status("compressing") as status:
+        compressed = compress(
+            loaded,
+            tokenizer,
+            text,
+            evictor=evictor,
+            ratio=ratio,
+            tokens_per_head=tokens_per_head,
+            adapter=None if adapter == "none" else adapter,
+            prefix_policy=prefix_policy,
+            on_tight=on_tight,
+            progress=status.update,
+        )
+        seconds = time.perf_counter() - begun
+        status.update("saving")
+        compressed.save(out)
+    output.print(figures_table(f"Wrote {escape(str(out))}", summary(compressed, out, seconds)))
+    if json:
+        write_json(json, {"file": str(out), "file_bytes": out.stat().st_size, **asdict(compressed.manifest)})
+
+
+def summary(compressed: CompressedContext, out: Path, seconds: float) -> dict[str, str]:
+    """What a person wants to know of a cache just made."""
+    m = compressed.manifest
+    full = (m.prefix + m.tokens) * m.shape["layers"] * m.shape["heads"]
+    adapter = m.adapter["hash"] if m.adapter else "none"
+    return {
+        "context": f"T = {m.tokens:,} tokens, chat prefix S = {m.prefix:,} ({m.prefix_policy})",
+        "method": f"{m.evictor}, restore tokens n = {m.restore_tokens}, adapter {adapter}",
+        "budget": f"r = {float(Fraction(m.ratio)):g}: {m.pairs:,} KV pairs",
+        "held": f"{m.pairs_held:,} of {full:,} pairs with the prefix ({m.pairs_held / full:.1%})",
+        "bytes": f"{size(m.bytes_held)} of {size(m.bytes_full)} ({m.bytes_held / m.bytes_full:.1%}); "
+        f"file {size(out.stat().st_size)}",
+        "seconds": f"{seconds:.2f} (" + ", ".join(f"{name} {value:.2f}" for name, value in m.seconds.items()) + ")",
+    }

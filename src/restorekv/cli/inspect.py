@@ -1,0 +1,137 @@
+"""`restorekv inspect doc.rkv`: what a cache file holds, and which tokens survived."""
+
+import math
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv.atomic import check_target, write_json
+from restorekv.cli.session import figures_table, output
+from restorekv.compressed import size
+from restorekv.errors import ModelError
+from restorekv.models import BUNDLED, load_tokenizer
+from restorekv.prompt import template_hash
+from restorekv.survivors import Survivors
+from restorekv.survivors_plot import check_format, save_plot
+
+SHADES = " ░▒▓█"
+STEPS = " ▁▂▃▄▅▆▇█"
+INKS = ("grey50", "white on #2c3e66", "white on #575c6d", "black on #a59c74", "black on #fde737")  # of cividis
+GONE = "·"
+
+
+def run(
+    file: Annotated[Path, typer.Argument(help="A cache file made by compress.")],
+    plot: Annotated[Path | None, typer.Option(help="Draw the same as a picture: .png, .pdf or .svg.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Whose tokenizer shows the text; the file's own unless given.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=0, help="How many tokens of the text to show.")] = 400,
+) -> None:
+    for target in filter(None, (plot, json)):
+        check_target(target)
+    if plot:
+        check_format(plot)
+    survivors = Survivors.of_file(file)
+    tokenizer = find_tokenizer(survivors, model)
+    output.print(figures_table(escape(str(file)), facts(survivors)))
+    output.print(heads(survivors))
+    output.print(positions(survivors))
+    if tokenizer is None:
+        output.print("The text is not shown: name the model with --model for its tokenizer.")
+    else:
+        output.print(reading(survivors, tokenizer, tokens))
+    if plot:
+        save_plot(survivors, plot, file.name)
+        output.print(f"Drew {escape(str(plot))}")
+    if json:
+        write_json(json, {"file": str(file), "file_bytes": file.stat().st_size, **survivors.figures()})
+
+
+def find_tokenizer(survivors: Survivors, model: str | None) -> Tokenizer | None:
+    """The one asked for, else that of the model the file names or of the bundled one if its template fits."""
+    if model is not None:
+        return load_tokenizer(model)
+    for name in (survivors.manifest.model, BUNDLED):
+        try:
+            tokenizer = load_tokenizer(name, offline=True)
+        except ModelError:
+            continue
+        if template_hash(tokenizer) == survivors.manifest.template:
+            return tokenizer
+    return None
+
+
+def facts(survivors: Survivors) -> dict[str, str]:
+    """How the file was made and what it holds."""
+    m = survivors.manifest
+    full = survivors.keep.numel()
+    return {
+        "model": f"{escape(m.model)} ({m.dtype}, fingerprint {m.fingerprint})",
+        "method": f"{m.evictor}, {m.restore_tokens} restore tokens, prefix {m.prefix_policy}, on_tight {m.on_tight}",
+        "context": f"T = {m.tokens:,} tokens, chat prefix S = {m.prefix:,}",
+        "budget": f"r = {float(Fraction(m.ratio)):g}: {m.pairs:,} KV pairs, {m.pairs_held:,} held of {full:,}",
+        "bytes": f"{size(m.bytes_held)} of {size(m.bytes_full)} ({m.bytes_held / m.bytes_full:.1%})",
+        "tokens": f"{m.tokens - survivors.forgotten:,} of {m.tokens:,} survive in at least one head",
+    }
+
+
+def heads(survivors: Survivors) -> Table:
+    """Context tokens kept by each head, shaded, and each layer's share of all of them."""
+    counts, shares = survivors.per_head, survivors.per_layer
+    most = max(int(counts.max()), 1)
+    numbered = counts.shape[1] * 8 + 40 <= output.width
+    table = Table(title="Context tokens kept, by layer and KV head", title_justify="left", title_style="bold")
+    table.add_column("layer", justify="right")
+    for head in range(counts.shape[1]) if numbered else ():
+        table.add_column(f"head {head}", justify="right")
+    if not numbered:
+        table.add_column(f"heads 0-{counts.shape[1] - 1} (█ = {most:,})")
+    table.add_column("mean", justify="right")
+    table.add_column("share of all")
+    for layer, row in enumerate(counts.tolist()):
+        cells = [f"{n:,} {shade(n / most)}" for n in row] if numbered else ["".join(shade(n / most) for n in row)]
+        bar = "█" * round(16 * float(shares[layer] / shares.max().clamp(min=1e-9)))
+        table.add_row(str(layer), *cells, f"{sum(row) / len(row):,.1f}", f"{bar} {float(shares[layer]):.1%}")
+    return table
+
+
+def positions(survivors: Survivors) -> Text:
+    """The share of heads that keep each stretch of the context, as one line of bars."""
+    share = survivors.per_position[survivors.context.prefix :]
+    width = min(64, len(share))
+    parts = [float(part.mean()) for part in share.tensor_split(width)]
+    line = "".join(STEPS[math.ceil(8 * part / max(*parts, 1e-9))] for part in parts)
+    text = Text("Heads that keep a token, along the context", style="bold")
+    text.append(f" (█ = {max(parts):.1%} of the heads, {len(share) / width:.1f} tokens a bar)\n", style="not bold")
+    return text.append(f"start │{line}│ end\n", style="not bold")
+
+
+def reading(survivors: Survivors, tokenizer: Tokenizer, limit: int) -> Text:
+    """The text as the cache sees it: the brighter a token, the more heads keep it; lost in all of them: a dot."""
+    start = survivors.context.prefix
+    share = survivors.per_position[start:]
+    most = max(float(share.max()), 1e-9)
+    text = Text("The first tokens of the text; what no head keeps is a dot\n", style="bold", end="\n")
+    for token, part in zip(survivors.context.ids[0, start : start + limit].tolist(), share.tolist(), strict=False):
+        piece = tokenizer.decode([token])
+        if part == 0:
+            blank = piece[: len(piece) - len(piece.lstrip())]
+            text.append(blank + GONE, style="not bold grey50")
+        else:
+            text.append(piece, style="not bold " + INKS[max(1, round(4 * part / most))])
+    if limit < len(share):
+        text.append(f" ... ({len(share) - limit:,} more)", style="not bold")
+    return text
+
+
+def shade(part: float) -> str:
+    """From blank to full."""
+    return SHADES[math.ceil(4 * part)]

@@ -1,0 +1,62 @@
+"""What several commands do: read a text, open a model, print figures."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedModel, logging
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv.errors import RestoreKVError
+from restorekv.models import load_model
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+output, notes = Console(), Console(stderr=True)
+
+
+def read_text(name: str) -> str:
+    """A UTF-8 file, or what comes in on stdin when the name is "-"."""
+    payload = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    source = "The input" if name == "-" else f"The file {name}"
+    try:
+        text = payload.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RestoreKVError(f"{source} is not UTF-8 text (byte {error.start}); convert it first.") from None
+    if "\0" in text:
+        raise RestoreKVError(f"{source} is binary; give a text.")
+    if not text.strip():
+        raise RestoreKVError(f"{source} is empty; give a text with at least one word.")
+    return text
+
+
+def open_model(name: str, dtype: str = "auto", device: str = "cpu") -> tuple[PreTrainedModel, Tokenizer]:
+    """`load_model` without the remarks that transformers prints."""
+    if dtype not in DTYPES:
+        raise RestoreKVError(f"The dtype is one of {', '.join(DTYPES)}, not {dtype!r}.")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    with phase(f"loading {name}"):
+        return load_model(name, dtype, device)
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """A spinner on a terminal, nothing elsewhere."""
+    if notes.is_terminal:
+        with notes.status(name):
+            yield
+    else:
+        yield
+
+
+def figures_table(title: str, rows: dict[str, str]) -> Table:
+    """Names on the left, values on the right."""
+    table = Table(title=title, show_header=False, title_justify="left", title_style="bold")
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table

@@ -1,0 +1,106 @@
+"""`restorekv train --data bundled --out DIR`: the flags are the fields of TrainConfig, so they cannot drift apart."""
+
+import inspect
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Annotated, Any, get_origin, get_type_hints
+
+import typer
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from restorekv.bundled.suite import LONGEST, SHORTEST
+from restorekv.cli.session import notes, open_model, output
+from restorekv.errors import RestoreKVError
+from restorekv.train.data import Example, bundled_examples, read_examples
+from restorekv.train.loop import TrainConfig, train
+
+HELP = {
+    "evictor": "kvzip or kvzip+: whose losses to restore.",
+    "prefix_policy": "free: the chat prefix is kept and not counted; counted.",
+    "restore_tokens": "n, how many restore tokens.",
+    "rank": "Rank of the LoRA.",
+    "alpha": "The LoRA's scale is alpha / rank.",
+    "targets": "Linear layers that get a LoRA, with commas between.",
+    "lr": "Highest learning rate.",
+    "weight_decay": "Weight decay of AdamW.",
+    "warmup": "Steps of linear warm-up before the cosine.",
+    "clip": "Largest norm of the gradient.",
+    "steps": "Optimizer steps.",
+    "contexts": "Contexts per step.",
+    "questions": "Questions per context and step, at most.",
+    "ratio_min": "Lowest compression ratio drawn.",
+    "ratio_max": "Highest compression ratio drawn.",
+    "max_new_tokens": "Longest answer of the teacher.",
+    "seed": "Seed of embeddings, LoRA and draws.",
+    "keep": "Prepared contexts that stay in memory.",
+    "checkpoint_every": "Steps between checkpoints.",
+}
+
+
+def run(
+    out: Annotated[Path, typer.Option(help="Folder of the run: adapter, losses, checkpoint.")],
+    data: Annotated[
+        str, typer.Option(help='bundled, or a file of JSON lines {"context", "questions", "answers"}.')
+    ] = "bundled",
+    count: Annotated[int, typer.Option(min=1, help="How many bundled contexts.")] = 1000,
+    shortest: Annotated[int, typer.Option(min=64, help="Fewest tokens of a bundled context.")] = SHORTEST,
+    longest: Annotated[int, typer.Option(min=64, help="Most tokens of a bundled context.")] = LONGEST,
+    model: Annotated[str, typer.Option(help="bundled, a model folder or a hub id.")] = "bundled",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoint.")] = False,
+    **settings: Any,
+) -> None:
+    config = TrainConfig(**{**settings, "targets": tuple(settings["targets"].split(","))})
+    if shortest > longest:
+        raise RestoreKVError(f"--shortest {shortest} is more than --longest {longest}; swap them.")
+    if out.exists() and not out.is_dir():
+        raise RestoreKVError(f"{out} is a file; give the name of a folder.")
+    examples = None if data == "bundled" else read_examples(Path(data))
+    loaded, tokenizer = open_model(model, dtype, device)
+    if examples is None:
+        examples = bundled_examples(tokenizer, count, config.seed, shortest, longest)
+    try:
+        run_with_bar(loaded, tokenizer, examples, config, out, resume)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"Interrupted; go on from the last checkpoint in {out} with --resume.") from None
+    output.print(f"Wrote {escape(str(out / 'adapter'))}")
+
+
+def run_with_bar(model, tokenizer, examples: list[Example], config: TrainConfig, out: Path, resume: bool) -> None:
+    """Trains with a bar on a terminal and a line per checkpoint elsewhere."""
+    columns = (
+        TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("loss {task.fields[loss]}"),
+        TimeElapsedColumn(), TextColumn("to go"), TimeRemainingColumn(elapsed_when_finished=False),
+    )  # fmt: skip
+    with Progress(*columns, console=notes, disable=not notes.is_terminal) as bar:
+        task = bar.add_task("train", total=config.steps, loss="-")
+
+        def progress(step: int, steps: int, loss: float) -> None:
+            bar.update(task, completed=step, loss=f"{loss:.4f}")
+            if not notes.is_terminal and (step % config.checkpoint_every == 0 or step == steps):
+                left = bar.tasks[0].time_remaining
+                notes.print(f"step {step}/{steps}  loss {loss:.4f}" + (f"  {left:.0f} s to go" if left else ""))
+
+        train(model, tokenizer, examples, config, out, resume, progress)
+
+
+def flag(name: str, kind: Any, default: Any) -> inspect.Parameter:
+    """A field of TrainConfig as an option; tuples are written with commas, literals as their text."""
+    if default is MISSING or get_origin(kind) is not None:
+        kind, default = str, ",".join(default) if isinstance(default, tuple) else default
+    option = Annotated[kind, typer.Option(help=HELP[name])]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option)
+
+
+def with_flags() -> inspect.Signature:
+    """`run` as typer shall see it: its own options, then one for every field."""
+    own = [p for p in inspect.signature(run).parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    kinds = get_type_hints(TrainConfig)
+    added = [flag(field.name, kinds[field.name], field.default) for field in fields(TrainConfig)]
+    return inspect.Signature([*own, *added])
+
+
+run.__signature__ = with_flags()
+run.__annotations__ = {name: parameter.annotation for name, parameter in run.__signature__.parameters.items()}
