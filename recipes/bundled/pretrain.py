@@ -37,11 +37,11 @@ class Stage:
 
 
 STAGES = (
-    Stage(900, 48, 96, 16, 4, 0.5, 0.02),
-    Stage(1500, 64, 192, 12, 4, 0.5, 0.02),
-    Stage(2300, 128, 384, 8, 5, 0.3, 0.02),
-    Stage(3200, 256, 768, 5, 6, 0.1, 0.1),
-    Stage(4000, 512, 2048, 3, 6, 0.05, 0.1),
+    Stage(700, 48, 96, 12, 4, 0.5, 0.02),
+    Stage(1200, 64, 192, 10, 4, 0.5, 0.02),
+    Stage(1800, 128, 384, 7, 5, 0.3, 0.02),
+    Stage(2500, 256, 768, 5, 6, 0.1, 0.1),
+    Stage(3100, 512, 2048, 3, 6, 0.05, 0.1),
 )
 LONGEST = 2300
 
@@ -131,7 +131,7 @@ def train(folder: Path, recipe: Recipe, steps: int | None, minutes: float) -> No
     """Run the stages from the last checkpoint in `folder` to the end (or for `minutes`)."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     sampler = Sampler(tokenizer)
-    model = build(recipe, 2048, tokenizer.convert_tokens_to_ids("<|im_end|>"))
+    model = build(recipe, len(tokenizer), tokenizer.convert_tokens_to_ids("<|im_end|>"))
     opts = optimizers(model, recipe)
     steps, start, state = steps or STAGES[-1].until, 0, folder / "state.pt"
     if state.exists():

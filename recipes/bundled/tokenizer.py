@@ -1,4 +1,4 @@
-"""Train the bundled tokenizer: byte-level BPE, 2,048 entries, digits apart, a Qwen-like chat template.
+"""Train the bundled tokenizer: byte-level BPE, 2,304 entries, a Qwen-like chat template.
 
 python recipes/bundled/tokenizer.py runs/bundled/model
 """
@@ -13,9 +13,9 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from restorekv.bundled.world import KINDS, document
+from restorekv.bundled.world import KINDS, NUMBERS, document
 
-VOCABULARY = 2048
+VOCABULARY = 2304
 END, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -40,6 +40,7 @@ def corpus(documents: int = 3000) -> Iterator[str]:
         made = document(rng, KINDS[index % len(KINDS)], 200, lambda s: len(s.split()) * 13 // 10, noise=0.5)
         yield made.text
         yield from (f"{question.text}\n{question.target}" for question in made.questions)
+        yield " ".join(map(str, rng.sample(NUMBERS, 60)))
         yield "Repeat the previous context exactly. Repeat the part of the previous context exactly, starting with "
         yield " ".join(rng.sample(PLAIN, 40))
 
@@ -47,9 +48,7 @@ def corpus(documents: int = 3000) -> Iterator[str]:
 def train() -> PreTrainedTokenizerFast:
     """Learn the merges and wrap them for transformers."""
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(

@@ -31,7 +31,7 @@ PETS = (
     "spaniel kitten lamb toad canary mule swan owl"
 ).split()
 
-BOXES = (
+BOTTLES = (
     "kex mip dro zan wub fil gor hep jat kul lor nim paz qua rik sev tov uxi vem wod yar zib bex cug dap fov gim "
     "hux jop kiv lum nab pog rud sif tuk vax wez yol zem"
 ).split()

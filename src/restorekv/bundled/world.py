@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from restorekv.bundled.words import (
-    BOXES,
+    BOTTLES,
     CODED,
     DEEDS,
     ITEMS,
@@ -32,8 +32,9 @@ from restorekv.bundled.words import (
 FAMILIES = (
     "single", "multikey", "multivalue", "multiquery", "vt", "cwe", "fwe", "qa", "freeform", "choice4", "choice5",
 )  # fmt: skip
-KINDS = ("needles", "people", "boxes", "words")
+KINDS = ("needles", "people", "bottles", "words")
 STORIES, SENTENCES_PER_STORY = 24, 8
+NUMBERS = range(100, 500)  # of three digits: one id each in the bundled tokenizer
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def _join(parts: list[str]) -> str:
 
 
 def _code(rng: random.Random) -> str:
-    return str(rng.randrange(100, 1000))
+    return str(rng.choice(NUMBERS))
 
 
 def needles(rng: random.Random, size: int) -> Facts:
@@ -104,7 +105,7 @@ def needles(rng: random.Random, size: int) -> Facts:
     keys = rng.sample(ITEMS, size)
     codes = {key: [_code(rng)] for key in keys}
     many = keys[0]
-    codes[many] = rng.sample(range(100, 1000), rng.choice((2, 3)))
+    codes[many] = rng.sample(NUMBERS, rng.choice((2, 3)))
     codes[many] = [str(code) for code in codes[many]]
     sentences = [f"The secret code of the {key} is {code}." for key in keys for code in codes[key]]
     rng.shuffle(sentences)
@@ -168,22 +169,21 @@ def _choice(rng: random.Random, text: str, fact: str, value: str, pool: list[str
     others = rng.sample([other for other in pool if other != value], options - 1)
     shown = rng.sample([value, *others], options)
     letter = "ABCDE"[shown.index(value)]
-    listed = " ".join(f"({'ABCDE'[i]}) {option}" for i, option in enumerate(shown))
-    return Question(f"{text} {listed}", (letter,), f"{fact[:-1]} ({letter}).", f"choice{options}", "letter")
+    listed = ", ".join(f"{option} ({'ABCDE'[i]})" for i, option in enumerate(shown))
+    return Question(f"{text} {listed}.", (letter,), f"{fact[:-1]} ({letter}).", f"choice{options}", "letter")
 
 
-def boxes(rng: random.Random, size: int) -> Facts:
-    """`size` chains of boxes: a number is put in one and copied from box to box (variable tracking)."""
-    names = rng.sample(BOXES, 4 * size)
-    numbers = rng.sample(range(100, 1000), size)
+def bottles(rng: random.Random, size: int) -> Facts:
+    """`size` chains: a number is poured into a bottle and from bottle to bottle (variable tracking)."""
+    names = rng.sample(BOTTLES, 4 * size)
+    numbers = rng.sample(NUMBERS, size)
     chains, asked = [], []
     for index, number in enumerate(numbers):
         chain = names[4 * index : 4 * index + rng.choice((3, 4))]
-        steps = [f"Put {number} into box {chain[0]}."]
-        steps += [f"Copy box {source} into box {target}." for source, target in pairwise(chain)]
+        steps = [f"Pour {source} into {target}." for source, target in pairwise([number, *chain])]
         chains.append(steps)
-        told = f"{number} into " + " into ".join(f"box {name}" for name in chain) + "."
-        asked.append(_plain(f"Which boxes hold {number}?", chain, "vt", told))
+        told = " into ".join(map(str, [number, *chain])) + "."
+        asked.append(_plain(f"Into which bottles was {number} poured?", chain, "vt", told))
     sentences = []
     while any(chains):
         sentences.append(rng.choice([chain for chain in chains if chain]).pop(0))
@@ -245,9 +245,9 @@ def document(rng: random.Random, kind: str, tokens: int, measure: Measure, noise
         parts.append(needles(rng, rng.choice((3, 4, 5, 6)) if large else rng.randint(2, max(tokens // 20, 2))))
     if kind in ("people", "mixed"):
         parts.append(people(rng, rng.choice((2, 3)) if large else rng.randint(1, max(tokens // 40, 1))))
-    if kind in ("boxes", "mixed"):
-        parts.append(boxes(rng, 2 if large else 1))
-    if kind == "boxes":
+    if kind in ("bottles", "mixed"):
+        parts.append(bottles(rng, 2 if large else 1))
+    if kind == "bottles":
         parts.append(needle(rng))
     facts = [list(part.sentences) for part in parts]
     used = sum(measure(sentence) for part in facts for sentence in part)
