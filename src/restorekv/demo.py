@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.bundled.suite import draw, measure
-from restorekv.compression import Eviction, attached
+from restorekv.compression import Eviction, load_adapter
 from restorekv.generate import ask
 from restorekv.tables import name
 
@@ -26,8 +26,9 @@ def side_by_side(
     questions = [question.text for question in asked]
     columns: dict[str, list[str]] = {"true": [question.target for question in asked]}
     for evictor, source in adapters.items():
-        with attached(model, source, evictor) as adapter, torch.no_grad():
-            prepared = Eviction.make(evictor, adapter).prepare(model, tokenizer, document.text)
+        eviction = Eviction.make(evictor, load_adapter(model, source, evictor))
+        with torch.no_grad():
+            prepared = eviction.prepare(model, tokenizer, document.text)
         caches = {"full cache": prepared.at(1, restored=False)} if len(columns) == 1 else {}
         caches |= {name(evictor, restored): prepared.at(ratio, restored=restored) for restored in (False, True)}
         for title, cache in caches.items():

@@ -92,7 +92,7 @@ def evaluate(
 ) -> Evaluation:
     """Ask every document its questions from the full cache and from each compressed one.
 
-    `adapters` maps an evictor's name to its adapter (attached, a folder, "auto"), or to None for the base alone.
+    `adapters` maps an evictor's name to its adapter (itself, a folder, "auto"), or to None for the base alone.
     """
     cells: dict[Key, Cell] = {FULL: Cell()}
     described: dict[str, dict | None] = {}

@@ -136,7 +136,7 @@ def train(
     resume: bool = False,
     progress: Callable[[int, int, float], None] = lambda step, steps, loss: None,
 ) -> RestoreAdapter:
-    """Train an adapter, write it to `folder`/adapter and return it, attached.
+    """Train an adapter, write it to `folder`/adapter and return it.
 
     Logs go to `folder`/loss.csv and TensorBoard files, checkpoints to `folder`/checkpoint.pt. `resume` continues from
     the checkpoint with the losses an uninterrupted run would have had. Raises RestoreKVError when `folder` holds

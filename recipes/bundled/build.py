@@ -1,0 +1,59 @@
+"""Make everything that ships in src/restorekv/bundled: tokenizer, model, restore adapters. Resumable.
+
+make bundled            or            python recipes/bundled/build.py runs/bundled
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from restorekv.restore import RestoreAdapter
+
+HERE = Path(__file__).parent
+PACKAGE = HERE.parents[1] / "src" / "restorekv" / "bundled"
+EVICTORS = ("kvzip", "kvzip+")
+
+
+def step(script: str, *arguments: str | Path) -> subprocess.Popen:
+    """Start one of the recipe's scripts."""
+    return subprocess.Popen([sys.executable, str(HERE / script), *map(str, arguments)])
+
+
+def finish(*running: subprocess.Popen) -> None:
+    """Wait for scripts; stop with the first failure's exit status."""
+    for process in running:
+        if process.wait():
+            raise SystemExit(process.returncode)
+
+
+def install(folder: Path) -> None:
+    """Copy the results into the package: the model in float32, LoRA in bfloat16."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    shutil.rmtree(PACKAGE / "model", ignore_errors=True)
+    model.save_pretrained(PACKAGE / "model")
+    AutoTokenizer.from_pretrained(folder / "model").save_pretrained(PACKAGE / "model")
+    for evictor in EVICTORS:
+        adapter = RestoreAdapter.from_pretrained(model, folder / f"restore-{evictor}" / "adapter")
+        adapter.save_pretrained(PACKAGE / "adapters" / evictor, dtype=torch.bfloat16)
+
+
+def main() -> None:
+    """Run what has not been run."""
+    folder = Path(sys.argv[1])
+    if not (folder / "model" / "tokenizer.json").exists():
+        finish(step("tokenizer.py", folder / "model"))
+    if not (folder / "model" / "model.safetensors").exists():
+        finish(step("pretrain.py", folder))
+    wanted = [evictor for evictor in EVICTORS if not (folder / f"restore-{evictor}" / "adapter").exists()]
+    finish(*(step("adapters.py", folder, "--evictor", evictor) for evictor in wanted))
+    install(folder)
+
+
+if __name__ == "__main__":
+    main()
