@@ -1,0 +1,208 @@
+"""Against kvpress 0.5.5, run by `make conformance` in an environment of its own (kvpress needs transformers < 5.3).
+
+Tiny random models in float32. kvpress hides evicted pairs behind keys that it searches for, and on random models finds
+none; its own choice of pairs is therefore carried out here by an attention function with a real mask.
+"""
+
+import copy
+from fractions import Fraction
+
+import pytest
+import torch
+from conftest import build_model
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from restorekv.budget import Budget
+from restorekv.cache import RaggedCache
+from restorekv.compression import Eviction
+from restorekv.evictors.allocate import exact_top
+from restorekv.generate import ask
+from restorekv.models import load_model
+from restorekv.prompt import make_context, question_ids
+from restorekv.restore import RestoreAdapter
+
+kvpress = pytest.importorskip("kvpress", reason="kvpress is not installed; `make conformance` installs and uses it")
+pytestmark = pytest.mark.kvpress
+
+TEXT = (
+    "The code of the red house is seven. The blue house has a green door, and nobody lives there since May. "
+    "The door of the yellow house is open; whoever comes by is given a loaf of bread and the key to the red house. "
+) * 2
+QUESTIONS = ["Which code?", "Who lives in the blue house, and why?"]
+SHORT = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}\n"  # S = 1, fewer than the sinks
+TEMPLATES = {"chat": None, "short": SHORT}
+TOKENS = 4  # restore tokens
+
+
+def masked(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
+    """Hides the pairs that kvpress has evicted; SDPA before there are any."""
+    evicted = getattr(module, "masked_key_indices", None)
+    queries, columns = query.shape[2], key.shape[2]
+    if evicted is None or queries == columns:
+        module.masked_key_indices = None
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    visible = torch.ones(*key.shape[:2], queries, columns, dtype=torch.bool).tril(columns - queries)
+    visible[evicted[0], evicted[1], :, evicted[2]] = False
+    groups = query.shape[1] // key.shape[1]
+    key, value, visible = (x.repeat_interleave(groups, 1) for x in (key, value, visible))
+    result = torch.nn.functional.scaled_dot_product_attention(query, key, value, visible, scale=scaling)
+    return result.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("masked", masked)
+AttentionMaskInterface.register("masked", sdpa_mask)
+
+
+class Seen:
+    """Remembers the scores, which kvpress forgets when it is done."""
+
+    def compress_post(self, model):
+        self.seen = self.score_val[:, 0].clone()
+        super().compress_post(model)
+
+
+class KVzip(Seen, kvpress.KVzipPress):
+    pass
+
+
+class RestoreKV(Seen, kvpress.RestoreKVPress):
+    pass
+
+
+@pytest.fixture(scope="module")
+def worst(request):
+    """The largest error of every kind, printed when all is done."""
+    found = {}
+    yield found
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print("\n" + "\n".join(f"{kind}: {error:.1e}" for kind, error in sorted(found.items())))
+
+
+def note(worst, kind, error):
+    worst[kind] = max(worst.get(kind, 0.0), error)
+
+
+@pytest.fixture(params=["qwen3", "llama"])
+def folder(request, tiny_tokenizer, tmp_path, monkeypatch):
+    """A tiny model on disk; adapters are looked for in higokri/RestoreKV-tiny beside it instead of on the hub."""
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.save_pretrained(tmp_path / "tiny")
+    build_model(request.param).save_pretrained(tmp_path / "tiny")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(kvpress.presses.restorekv_press, "hf_hub_download", lambda repo, file: f"{repo}/{file}")
+    return tmp_path
+
+
+def load_both(folder, template=None):
+    """kvpress's model and ours from the same files."""
+    model, tokenizer = load_model(str(folder / "tiny"))
+    if template:
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(folder / "tiny")
+    theirs = AutoModelForCausalLM.from_pretrained(folder / "tiny", attn_implementation="masked").eval()
+    return theirs, model, tokenizer
+
+
+@torch.no_grad()
+def press_once(press, model, context):
+    """kvpress's cache after prefill, scoring and eviction of `context`."""
+    cache = DynamicCache()
+    with press(model):
+        model.model(input_ids=context.ids, past_key_values=cache)
+    return cache
+
+
+def kept_by(model, shape):
+    keep = torch.ones(shape, dtype=torch.bool)
+    for index, layer in enumerate(model.model.layers):
+        _, heads, columns = layer.self_attn.masked_key_indices
+        keep[index, heads, columns] = False
+    return keep
+
+
+@pytest.mark.parametrize("template", sorted(TEMPLATES))
+@pytest.mark.parametrize("chunk", [2048, 100, 37])
+@pytest.mark.parametrize("plus", [False, True])
+def test_scores_and_kept_pairs(folder, template, chunk, plus, worst):
+    theirs, model, tokenizer = load_both(folder, TEMPLATES[template])
+    context = make_context(tokenizer, TEXT)
+    spec = f"kvzip{'+' * plus}:chunk={chunk}"
+    prepared = Eviction.make(spec, prefix_policy="counted").prepare(model, tokenizer, context)
+    layers, heads, _ = prepared.scores.shape
+    for compression in (0.3, 0.6, 0.8, 0.95):
+        press = KVzip(compression, kvzip_plus_normalization=plus, chunk_size=chunk)
+        press_once(press, theirs, context)
+        exact = press.seen[..., context.prefix :]
+        error = float(((prepared.scores - exact).abs() / exact.abs()).max())
+        note(worst, f"{theirs.config.model_type} kvzip{'+' * plus} scores, relative", error)
+        assert error < 1e-4
+        pairs = layers * heads * context.positions
+        count = pairs - int(pairs * compression)
+        budget = Budget.of_ratio(1 - Fraction(str(compression)), context.positions, layers, heads)
+        assert count - budget.total in (0, 1)
+        assert kept_by(theirs, (layers, heads, context.positions)).equal(exact_top(prepared.competing(), count))
+
+
+def save_ours(model, folder):
+    adapter = RestoreAdapter.create(model, TOKENS, rank=3, alpha=6)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in adapter.lora:
+            parameter.normal_(std=0.2, generator=generator)
+    adapter.save_pretrained(folder)
+
+
+def save_published(model, folder):
+    """As the adapters on the hub: what PEFT writes, and the embeddings."""
+    model, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    wrapped = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for name, weight in wrapped.named_parameters():
+            if "lora_" in name:
+                weight.normal_(std=0.2, generator=generator)
+    wrapped.save_pretrained(folder)
+    embeddings = torch.randn(TOKENS, model.config.hidden_size, generator=generator)
+    save_file({"restore_embeddings": embeddings}, folder / "restore_embeddings.safetensors")
+
+
+@pytest.mark.parametrize("template", sorted(TEMPLATES))
+@pytest.mark.parametrize("save", [save_ours, save_published])
+@pytest.mark.parametrize("plus", [False, True])
+def test_one_adapter_in_both(folder, template, save, plus, worst):
+    theirs, model, tokenizer = load_both(folder, TEMPLATES[template])
+    place = folder / "higokri" / f"RestoreKV-tiny{'_plus' * plus}"
+    place.mkdir(parents=True)
+    save(model, place)
+    adapter = RestoreAdapter.from_pretrained(model, place)
+    context = make_context(tokenizer, TEXT)
+    eviction = Eviction.make(f"kvzip{'+' * plus}", adapter, prefix_policy="counted")
+    prepared = eviction.prepare(model, tokenizer, context)
+    layers, heads, _ = prepared.scores.shape
+    for compression in (0.5, 0.8, 0.9):
+        press = RestoreKV(compression, kvzip_plus_normalization=plus)
+        theirs_cache = press_once(press, theirs, context)
+        pairs = layers * heads * context.positions
+        count = pairs - int(pairs * min(1.0, compression + TOKENS / context.positions))
+        keep = exact_top(prepared.competing(), count)
+        assert kept_by(theirs, keep.shape).equal(keep)
+        ours_cache = RaggedCache.from_dense(prepared.full, keep, context.positions)
+        assert theirs_cache.get_seq_length() == ours_cache.get_seq_length() == context.positions + TOKENS
+        budget = Budget.of_ratio(1 - Fraction(str(compression)), context.positions, layers, heads, TOKENS)
+        assert ours_cache.pairs - budget.total in (0, 1)
+        asked = question_ids(tokenizer, context, QUESTIONS[0])
+        with torch.no_grad():
+            ours = model(asked, past_key_values=ours_cache.fork()).logits
+            exact = theirs(asked, past_key_values=theirs_cache).logits
+        error = float((ours - exact).abs().max())
+        note(worst, f"{theirs.config.model_type} {save.__name__} logits, absolute", error)
+        assert error < 1e-3
+        pipeline = kvpress.KVPressTextGenerationPipeline(model=theirs, tokenizer=tokenizer)
+        press = RestoreKV(compression, kvzip_plus_normalization=plus)
+        answers = pipeline(TEXT, questions=QUESTIONS, press=press, max_new_tokens=16)["answers"]
+        assert ask(model, tokenizer, context, ours_cache, QUESTIONS, 16) == answers
+        assert all(answers)
