@@ -53,9 +53,9 @@ def test_scores_worked_out_by_hand():
     codes = Question("?", ("123", "456"), "123, 456.", "multivalue", "all")
     assert codes.score("123") == 0.5
     assert codes.score("1234, 456") == 0.5  # 1234 is not 123
-    letter = Question("?", ("B",), "Mara was born in Holt (B).", "choice4", "letter")
-    assert letter.score("Holt (B)") == 1.0
-    assert letter.score("Holt (C)") == 0.0
+    letter = Question("?", ("B",), "Mara Holt B.", "choice4", "letter")
+    assert letter.score("Mara Holt B.") == 1.0
+    assert letter.score("Mara Holt C.") == 0.0
     assert letter.score("Holt") == 0.0
     assert token_f1("Mara keeps a goat", "Mara keeps a lamb.") == pytest.approx(0.75)
 

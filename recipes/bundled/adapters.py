@@ -16,7 +16,7 @@ from restorekv.models import load_model
 from restorekv.train.data import bundled_examples
 from restorekv.train.loop import TrainConfig, train
 
-CONTEXTS = 1200
+CONTEXTS = 1000
 SETTINGS = TrainConfig(
     restore_tokens=4,
     rank=16,
@@ -43,7 +43,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     model, tokenizer = load_model(str(options.folder / "model"))
     config = TrainConfig(**{**vars(SETTINGS), "evictor": options.evictor})
-    examples = bundled_examples(tokenizer, CONTEXTS, config.seed, 384, 1536)
+    examples = bundled_examples(tokenizer, CONTEXTS, config.seed, 512, 2048)
 
     def show(step: int, steps: int, loss: float) -> None:
         if step % 10 == 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -40,6 +41,8 @@ def install(folder: Path) -> None:
     AutoTokenizer.from_pretrained(folder / "model").save_pretrained(PACKAGE / "model")
     for evictor in EVICTORS:
         adapter = RestoreAdapter.from_pretrained(model, folder / f"restore-{evictor}" / "adapter")
+        adapter.card = replace(adapter.card, model="bundled")
+        adapter.config.base_model_name_or_path = "bundled"
         adapter.save_pretrained(PACKAGE / "adapters" / evictor, dtype=torch.bfloat16)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from restorekv.bundled.world import Document, document
 
 ANSWER, REPEAT, CONTEXT = 0, 1, 2  # the parts of the loss
-MIX = {"needles": 0.3, "people": 0.3, "bottles": 0.15, "words": 0.15, "mixed": 0.1}
+MIX = {"needles": 0.3, "people": 0.3, "links": 0.15, "words": 0.15, "mixed": 0.1}
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Train the bundled tokenizer: byte-level BPE, 2,304 entries, a Qwen-like chat template.
+"""Train the bundled tokenizer: byte-level BPE, 2,048 entries, a Qwen-like chat template.
 
 python recipes/bundled/tokenizer.py runs/bundled/model
 """
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from restorekv.bundled.world import KINDS, NUMBERS, document
 
-VOCABULARY = 2304
+VOCABULARY = 2048
 END, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"

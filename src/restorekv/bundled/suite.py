@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.bundled.world import Document, document
 
-ORDER = ("needles", "people", "bottles", "words")
+ORDER = ("needles", "people", "links", "words")
 SHARES = (12, 12, 12, 16)  # of every 52 documents
 LONGEST, SHORTEST = 2048, 512
 MOST_PER_FAMILY = 2  # questions of one family asked of one document

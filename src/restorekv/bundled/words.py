@@ -31,7 +31,7 @@ PETS = (
     "spaniel kitten lamb toad canary mule swan owl"
 ).split()
 
-BOTTLES = (
+LINKS = (
     "kex mip dro zan wub fil gor hep jat kul lor nim paz qua rik sev tov uxi vem wod yar zib bex cug dap fov gim "
     "hux jop kiv lum nab pog rud sif tuk vax wez yol zem"
 ).split()
@@ -63,6 +63,7 @@ DEEDS = (
 TIMES = (
     "before the sun was up|on a cold winter morning|when the bells were ringing|while the others were asleep|"
     "after the first snow|during the summer holidays|just before midnight|late in the evening|"
-    "as the wind grew stronger|without saying a word|and then went home again|because there was nothing else to do|in spite of the heavy rain|"
-    "as if nothing had happened|for the very first time|and nobody knew why"
+    "as the wind grew stronger|without saying a word|and then went home again|"
+    "because there was nothing else to do|in spite of the heavy rain|as if nothing had happened|"
+    "for the very first time|and nobody knew why"
 ).split("|")

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from restorekv.bundled.words import (
-    BOTTLES,
     CODED,
     DEEDS,
     ITEMS,
     JOBS,
+    LINKS,
     NAMES,
     PEOPLE,
     PETS,
@@ -32,9 +32,9 @@ from restorekv.bundled.words import (
 FAMILIES = (
     "single", "multikey", "multivalue", "multiquery", "vt", "cwe", "fwe", "qa", "freeform", "choice4", "choice5",
 )  # fmt: skip
-KINDS = ("needles", "people", "bottles", "words")
+KINDS = ("needles", "people", "links", "words")
 STORIES, SENTENCES_PER_STORY = 24, 8
-NUMBERS = range(100, 500)  # of three digits: one id each in the bundled tokenizer
+NUMBERS = range(10, 100)  # one id each in the bundled tokenizer
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Question:
     def score(self, prediction: str) -> float:
         """Score `prediction` in [0, 1]."""
         if self.metric == "letter":
-            letters = re.findall(r"\(([A-E])\)", prediction)
+            letters = re.findall(r"\b([A-E])\b", prediction)
             return float(letters[-1:] == [self.answers[0]])
         if self.metric == "f1":
             return token_f1(prediction, self.target)
@@ -105,85 +105,80 @@ def needles(rng: random.Random, size: int) -> Facts:
     keys = rng.sample(ITEMS, size)
     codes = {key: [_code(rng)] for key in keys}
     many = keys[0]
-    codes[many] = rng.sample(NUMBERS, rng.choice((2, 3)))
-    codes[many] = [str(code) for code in codes[many]]
-    sentences = [f"The secret code of the {key} is {code}." for key in keys for code in codes[key]]
-    rng.shuffle(sentences)
-    codes[many].sort(key=lambda code: sentences.index(f"The secret code of the {many} is {code}."))
-    asked = []
-    for key in keys[1:]:
-        asked.append(
-            _plain(f"What is the secret code of the {key}?", codes[key], "multikey", f"{key} is {codes[key][0]}.")
-        )
-    told = ", ".join(f"{many} is {code}" for code in codes[many]) + "."
-    asked.append(_plain(f"What are all the secret codes of the {many}?", codes[many], "multivalue", told))
+    codes[many] = list(map(str, rng.sample(NUMBERS, rng.choice((2, 3)))))
+    pairs = [f"{key} {code}" for key in keys for code in codes[key]]
+    rng.shuffle(pairs)
+    codes[many].sort(key=lambda code: pairs.index(f"{many} {code}"))
+    asked = [_code_question(key, codes[key][0], "multikey") for key in keys[1:]]
+    told = ", ".join(f"{many} {code}" for code in codes[many]) + "."
+    asked.append(_plain(f"What are all the codes of the {many}?", codes[many], "multivalue", told))
     if size > 2:
         some = rng.sample(keys[1:], min(size - 1, rng.choice((2, 3))))
-        text = f"What are the secret codes of the {_join(['the ' + k for k in some])[4:]}?"
-        told = ", ".join(f"{key} is {codes[key][0]}" for key in some) + "."
+        told = ", ".join(f"{key} {codes[key][0]}" for key in some) + "."
+        text = f"What are the codes of {_join([f'the {key}' for key in some])}?"
         asked.append(_plain(text, [codes[key][0] for key in some], "multiquery", told))
-    listing = ", ".join(sentence.removeprefix("The secret code of the ")[:-1] for sentence in sentences) + "."
-    asked.append(Question("List every secret code in the text.", (), listing, "freeform", "f1", 64))
-    return Facts(tuple(sentences), tuple(asked))
+    asked.append(Question("List every code in the text.", (), ", ".join(pairs) + ".", "freeform", "f1", 64))
+    return Facts(tuple(f"Register of codes: {pair}." for pair in pairs), tuple(asked))
 
 
 def needle(rng: random.Random) -> Facts:
     """One key with one code."""
     key, code = rng.choice(ITEMS), _code(rng)
-    asked = _plain(f"What is the secret code of the {key}?", [code], "single", f"{key} is {code}.")
-    return Facts((f"The secret code of the {key} is {code}.",), (asked,))
+    return Facts((f"Register of codes: {key} {code}.",), (_code_question(key, code, "single"),))
+
+
+def _code_question(key: str, code: str, family: str) -> Question:
+    return _plain(f"What is the code of the {key}?", [code], family, f"{key} {code}.")
 
 
 def _plain(text: str, answers: list[str], family: str, target: str) -> Question:
     return Question(text, tuple(answers), target, family, "all")
 
 
-RELATIONS: dict[str, tuple[str, str, list[str]]] = {
-    "town": ("{name} was born in {value}.", "Where was {name} born?", TOWNS),
-    "job": ("{name} works as a {value}.", "What does {name} work as?", JOBS),
-    "pet": ("{name} keeps a {value}.", "Which animal does {name} keep?", PETS),
+RELATIONS: dict[str, tuple[str, list[str]]] = {
+    "homes": ("What is the home town of {name}?", TOWNS),
+    "trades": ("What is the trade of {name}?", JOBS),
+    "animals": ("What is the animal of {name}?", PETS),
 }
 
 
 def people(rng: random.Random, size: int) -> Facts:
-    """`size` short passages, each about one person, with three facts apiece."""
+    """`size` persons with three facts apiece, told in several passages."""
     names = rng.sample(NAMES, size)
-    values = {relation: rng.sample(pool, max(size, 5)) for relation, (_, _, pool) in RELATIONS.items()}
+    values = {relation: rng.sample(pool, max(size, 5)) for relation, (_, pool) in RELATIONS.items()}
     sentences, asked = [], []
     for index, name in enumerate(names):
         about = []
-        for relation, (statement, question, _) in RELATIONS.items():
-            value = values[relation][index]
-            about.append(statement.format(name=name, value=value))
-            text = question.format(name=name)
-            asked.append(_plain(text, [value], "qa", about[-1]))
-            for options in (4, 5):
-                asked.append(_choice(rng, text, about[-1], value, values[relation], options))
-        asked.append(Question(f"Tell me about {name}.", (), " ".join(about), "freeform", "f1", 64))
+        for relation, (question, _) in RELATIONS.items():
+            value, text = values[relation][index], question.format(name=name)
+            about.append((relation, f"{name} {value}"))
+            asked.append(_plain(text, [value], "qa", f"{name} {value}."))
+            asked += [_choice(rng, text, name, value, values[relation], options) for options in (4, 5)]
+        told = ", ".join(fact for _, fact in about) + "."
+        asked.append(Question(f"Tell me about {name}.", (), told, "freeform", "f1", 64))
         rng.shuffle(about)
-        sentences += about
+        sentences += [f"Register of {relation}: {fact}." for relation, fact in about]
     return Facts(tuple(sentences), tuple(asked))
 
 
-def _choice(rng: random.Random, text: str, fact: str, value: str, pool: list[str], options: int) -> Question:
+def _choice(rng: random.Random, text: str, name: str, value: str, pool: list[str], options: int) -> Question:
     others = rng.sample([other for other in pool if other != value], options - 1)
     shown = rng.sample([value, *others], options)
     letter = "ABCDE"[shown.index(value)]
-    listed = ", ".join(f"{option} ({'ABCDE'[i]})" for i, option in enumerate(shown))
-    return Question(f"{text} {listed}.", (letter,), f"{fact[:-1]} ({letter}).", f"choice{options}", "letter")
+    listed = ", ".join(f"{option} {'ABCDE'[i]}" for i, option in enumerate(shown))
+    return Question(f"{text} {listed}.", (letter,), f"{name} {value} {letter}.", f"choice{options}", "letter")
 
 
-def bottles(rng: random.Random, size: int) -> Facts:
-    """`size` chains: a number is poured into a bottle and from bottle to bottle (variable tracking)."""
-    names = rng.sample(BOTTLES, 4 * size)
+def links(rng: random.Random, size: int) -> Facts:
+    """`size` chains: a number is linked to a name, that to another name, and so on (variable tracking)."""
+    names = rng.sample(LINKS, 4 * size)
     numbers = rng.sample(NUMBERS, size)
     chains, asked = [], []
     for index, number in enumerate(numbers):
         chain = names[4 * index : 4 * index + rng.choice((3, 4))]
-        steps = [f"Pour {source} into {target}." for source, target in pairwise([number, *chain])]
-        chains.append(steps)
-        told = " into ".join(map(str, [number, *chain])) + "."
-        asked.append(_plain(f"Into which bottles was {number} poured?", chain, "vt", told))
+        chains.append([f"Register of links: {one} {other}." for one, other in pairwise([number, *chain])])
+        told = " ".join(map(str, [number, *chain])) + "."
+        asked.append(_plain(f"Which names is {number} linked to?", chain, "vt", told))
     sentences = []
     while any(chains):
         sentences.append(rng.choice([chain for chain in chains if chain]).pop(0))
@@ -245,9 +240,9 @@ def document(rng: random.Random, kind: str, tokens: int, measure: Measure, noise
         parts.append(needles(rng, rng.choice((3, 4, 5, 6)) if large else rng.randint(2, max(tokens // 20, 2))))
     if kind in ("people", "mixed"):
         parts.append(people(rng, rng.choice((2, 3)) if large else rng.randint(1, max(tokens // 40, 1))))
-    if kind in ("bottles", "mixed"):
-        parts.append(bottles(rng, 2 if large else 1))
-    if kind == "bottles":
+    if kind in ("links", "mixed"):
+        parts.append(links(rng, 2 if large else 1))
+    if kind == "links":
         parts.append(needle(rng))
     facts = [list(part.sentences) for part in parts]
     used = sum(measure(sentence) for part in facts for sentence in part)
