@@ -11,6 +11,7 @@ from conftest import VOCABULARY, build_model
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
+from restorekv import adapter_file
 from restorekv.cache import RaggedCache
 from restorekv.errors import AdapterError, RestoreKVWarning
 from restorekv.prefill import prefill
@@ -313,3 +314,9 @@ def test_saving_into_a_file_is_refused(tiny_model, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(AdapterError, match="Cannot write"):
         trained(tiny_model).save_pretrained(tmp_path / "file")
+
+
+def test_published_adapters_tell_their_licence(monkeypatch, tmp_path):
+    monkeypatch.setattr(adapter_file, "snapshot_download", lambda name, **_: str(tmp_path))
+    with pytest.warns(RestoreKVWarning, match="CC BY-NC"):
+        assert adapter_file.download("higokri/RestoreKV-Qwen3-8B") == tmp_path

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import tempfile
+import warnings
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -19,12 +20,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from restorekv.errors import AdapterError
+from restorekv.errors import AdapterError, RestoreKVWarning
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 EMBEDDINGS, CARD = "restore_embeddings.safetensors", "restorekv.json"
 PREFIX = "base_model.model."  # what PEFT puts before the names of the model's own modules
 VERSION = 1
+PUBLISHED = "higokri/RestoreKV-"  # the paper authors' adapters
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,13 @@ def read(name: str | Path) -> Stored:
 
 
 def download(name: str) -> Path:
+    """The adapter's files from the hub; tells the licence of the published ones."""
+    if name.startswith(PUBLISHED):
+        warnings.warn(
+            f"{name} is licensed CC BY-NC 4.0 (not for commercial use); an adapter trained on your own data is yours.",
+            RestoreKVWarning,
+            stacklevel=4,
+        )
     try:
         return Path(snapshot_download(name, allow_patterns=[CONFIG, WEIGHTS, EMBEDDINGS, CARD]))
     except Exception as error:  # a malformed id, no network and no such repository are a dozen kinds
