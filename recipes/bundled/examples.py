@@ -69,7 +69,7 @@ class Sampler:
             part = [-1] * (len(asked) - 1) + [ANSWER] * len(answer) + [-1]
             row.add(asked + answer, end, number + 1, part, number)
             row.families.append(question.family)
-        if rng.random() < 0.35:
+        if rng.random() < 0.5:
             self.repeat(rng, row, ids[len(self.prefix) :], end, questions + 1, longest)
         return row
 

@@ -34,14 +34,15 @@ class Stage:
     questions: int
     noise: float
     context: float  # weight of the language-modelling loss on the document
+    repeat: float  # weight of the loss on reconstructing it
 
 
 STAGES = (
-    Stage(600, 48, 96, 16, 4, 0.5, 0.02),
-    Stage(1100, 64, 192, 12, 4, 0.5, 0.02),
-    Stage(1700, 128, 384, 8, 5, 0.3, 0.02),
-    Stage(2300, 256, 768, 5, 6, 0.1, 0.1),
-    Stage(2900, 512, 2048, 3, 6, 0.05, 0.1),
+    Stage(500, 40, 96, 16, 3, 1.0, 0.02, 1.0),
+    Stage(1000, 64, 192, 12, 4, 0.5, 0.02, 0.5),
+    Stage(1700, 128, 384, 8, 5, 0.3, 0.02, 0.3),
+    Stage(2400, 256, 768, 5, 6, 0.1, 0.1, 0.3),
+    Stage(3100, 512, 2048, 3, 6, 0.05, 0.1, 0.3),
 )
 LONGEST = 2300
 
@@ -94,7 +95,7 @@ def factor(recipe: Recipe, step: int, steps: int) -> float:
     return 0.02 + 0.98 * (1 + math.cos(math.pi * min(done, 1))) / 2
 
 
-def losses(model: Qwen3ForCausalLM, batch: Batch, context: float) -> tuple[Tensor, dict[str, float], dict]:
+def losses(model: Qwen3ForCausalLM, batch: Batch, stage: Stage) -> tuple[Tensor, dict[str, float], dict]:
     """Weighted loss of a batch, its parts, and per family the share of questions whose every answer id was right."""
     with torch.autocast("cpu", torch.bfloat16):
         bias = torch.zeros(batch.mask.shape, dtype=torch.bfloat16).masked_fill_(~batch.mask, float("-inf"))
@@ -109,7 +110,7 @@ def losses(model: Qwen3ForCausalLM, batch: Batch, context: float) -> tuple[Tenso
     part = batch.part[told]
     means = {name: each[part == number].mean() for name, number in
              (("answer", ANSWER), ("repeat", REPEAT), ("context", CONTEXT)) if (part == number).any()}  # fmt: skip
-    weight = {"answer": 1.0, "repeat": 0.3, "context": context}
+    weight = {"answer": 1.0, "repeat": stage.repeat, "context": stage.context}
     total = sum(weight[name] * mean for name, mean in means.items())
     right = torch.ones_like(batch.ids, dtype=torch.bool)
     right[told] = logits.argmax(-1) == target
@@ -148,7 +149,7 @@ def train(folder: Path, recipe: Recipe, steps: int | None, minutes: float) -> No
     for step in range(start, steps):
         stage = next(s for s in STAGES if step < s.until)
         batch = sampler.batch(step, stage.rows, stage.low, stage.high, stage.questions, stage.noise, LONGEST)
-        loss, parts, seen = losses(model, batch, stage.context)
+        loss, parts, seen = losses(model, batch, stage)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for opt in opts:

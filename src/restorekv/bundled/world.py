@@ -35,6 +35,7 @@ FAMILIES = (
 KINDS = ("needles", "people", "links", "words")
 STORIES, SENTENCES_PER_STORY = 24, 8
 NUMBERS = range(10, 100)  # one id each in the bundled tokenizer
+WORDS = [*ITEMS, *NAMES, *TOWNS, *JOBS, *PETS, *LINKS, *CODED, *map(str, NUMBERS)]
 
 
 @dataclass(frozen=True)
@@ -205,13 +206,13 @@ Measure = Callable[[str], int]
 
 
 def filler(rng: random.Random, tokens: int, measure: Measure, noise: float = 0.0) -> list[str]:
-    """Sentences of whole stories up to `tokens` by `measure`; a share `noise` of them drawn at random instead."""
+    """Sentences of whole stories up to `tokens` by `measure`; a share `noise` of them of random words instead."""
     lines: list[str] = []
     used = 0
     while True:
         for line in STORY[rng.randrange(STORIES)]:
             if rng.random() < noise:
-                line = f"{rng.choice(PEOPLE)} {rng.choice(DEEDS)} {rng.choice(PLACES)} {rng.choice(TIMES)}."
+                line = " ".join(rng.choices(WORDS, k=rng.randint(4, 12))) + "."
             used += measure(line)
             if used > tokens:
                 return lines
