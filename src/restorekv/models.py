@@ -90,7 +90,7 @@ def model_source(name: str) -> str:
 
 def unloadable(name: str, error: Exception) -> ModelError:
     """One sentence from whatever transformers raised."""
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0].split(". ")[0].rstrip(".")
     return ModelError(f"Cannot load the model {name!r}; give a model folder, a hub id or 'bundled' ({reason}).")
 
 

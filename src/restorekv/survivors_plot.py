@@ -58,12 +58,12 @@ def _heads(axes: Axes, survivors: Survivors) -> None:
     share = 100 * survivors.per_head.double().numpy() / max(survivors.manifest.tokens, 1)
     layers, heads = share.shape
     image = axes.imshow(share, cmap=COLOURS, aspect="auto", vmin=0, vmax=max(share.max(), 1e-9))
-    axes.figure.colorbar(image, ax=axes, label="context tokens kept (%)", pad=0.02)
+    axes.figure.colorbar(image, ax=axes, label="tokens kept (%)", pad=0.02)
     if layers * heads <= 96:
         for (layer, head), value in np.ndenumerate(share):
             ink = "black" if value > share.max() / 2 else "white"
             axes.text(head, layer, f"{value:.3g}", ha="center", va="center", color=ink, fontsize=8)
-    axes.set(title="Tokens kept by each head", xlabel="KV head", ylabel="layer")
+    axes.set(title="Context tokens kept by each head", xlabel="KV head", ylabel="layer")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
 
@@ -71,32 +71,28 @@ def _heads(axes: Axes, survivors: Survivors) -> None:
 def _layers(axes: Axes, survivors: Survivors) -> None:
     share = survivors.per_layer.numpy()
     axes.barh(np.arange(len(share)), share, color=BLUE)
-    axes.axvline(1 / len(share), color=ORANGE, linestyle="--", linewidth=1.2, label="even split")
-    axes.set(title="Share of the held pairs", xlabel="share of all context pairs", ylabel="layer")
+    axes.axvline(1 / len(share), color=ORANGE, linestyle="--", linewidth=1.4)
+    axes.set(title="Pairs by layer", xlabel="share of all (dashed: even split)", ylabel="layer")
     axes.set_ylim(len(share) - 0.5, -0.5)
-    axes.set_xlim(0, max(share.max(), 1 / len(share)) * 1.35)
+    axes.set_xlim(0, max(share.max(), 1 / len(share)) * 1.1)
     axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
 
 
 def _positions(axes: Axes, survivors: Survivors) -> None:
-    share, prefix = survivors.per_position.numpy(), survivors.context.prefix
-    columns = np.arange(len(share))
-    if len(share) > BINS:
-        axes.plot(columns, share, ",", color=GREY, zorder=1)
-        edges = np.linspace(0, len(share), BINS + 1).astype(int)
-        means = np.add.reduceat(share, edges[:-1]) / np.diff(edges)
-        axes.stairs(means, edges - 0.5, fill=True, color=BLUE, label=f"mean of {len(share) / BINS:.0f} tokens")
-    else:
-        axes.bar(columns, share, width=1.0, color=BLUE, label="token")
+    prefix = survivors.context.prefix
+    share = survivors.per_position[prefix:].numpy()
+    edges = np.linspace(0, len(share), min(BINS, len(share)) + 1).astype(int)
+    means = np.add.reduceat(share, edges[:-1]) / np.diff(edges)
+    width = len(share) / (len(edges) - 1)
+    bars = "one token" if width == 1 else f"mean of {width:.3g} tokens"
+    axes.stairs(means, prefix + edges - 0.5, fill=True, color=BLUE, label=bars)
     if prefix:
-        axes.axvspan(-0.5, prefix - 0.5, color=ORANGE, alpha=0.25, linewidth=0, label="chat prefix")
-    average = float(share[prefix:].mean())
-    axes.axhline(average, color=ORANGE, linestyle="--", linewidth=1.2, label=f"context mean {average:.1%}")
+        axes.axvspan(-0.5, prefix - 0.5, color=GREY, linewidth=0, label="chat prefix")
+    axes.axhline(share.mean(), color=ORANGE, linestyle="--", linewidth=1.4, label=f"mean {share.mean():.1%}")
     axes.set(title="Heads that keep each token", xlabel="position (tokens)", ylabel="share of all heads")
-    axes.set_xlim(-0.5, len(share) - 0.5)
-    axes.set_ylim(0, min(1.02, 1.15 * max(share.max(), 0.01)))
+    axes.set_xlim(-0.5, prefix + len(share) - 0.5)
+    axes.set_ylim(0, 1.25 * max(means.max(), 0.01))  # room for the legend
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.legend(frameon=False, fontsize=8, loc="upper right", ncols=3)

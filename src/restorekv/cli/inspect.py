@@ -110,7 +110,7 @@ def positions(survivors: Survivors) -> Text:
     parts = [float(part.mean()) for part in share.tensor_split(width)]
     line = "".join(STEPS[math.ceil(8 * part / max(*parts, 1e-9))] for part in parts)
     text = Text("Heads that keep a token, along the context", style="bold")
-    text.append(f" (█ = {max(parts):.1%} of the heads, {len(share) / width:.1f} tokens a bar)\n", style="not bold")
+    text.append(f" (█ = {max(parts):.1%}, {len(share) / width:.3g} tokens a bar)\n", style="not bold")
     return text.append(f"start │{line}│ end\n", style="not bold")
 
 
