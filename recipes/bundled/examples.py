@@ -16,7 +16,10 @@ from torch import Tensor
 from restorekv.bundled.world import Document, document
 
 ANSWER, REPEAT, CONTEXT = 0, 1, 2  # the parts of the loss
-MIX = {"needles": 0.3, "people": 0.3, "links": 0.15, "words": 0.15, "mixed": 0.1}
+KINDS = ("needles", "people", "links", "words", "mixed")
+
+
+Mix = tuple[float, ...]  # how often each of KINDS is drawn
 
 
 @dataclass
@@ -52,9 +55,9 @@ class Sampler:
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def row(self, rng: random.Random, tokens: int, questions: int, noise: float, longest: int) -> Row:
+    def row(self, rng: random.Random, tokens: int, questions: int, noise: float, longest: int, mix: Mix) -> Row:
         """A document of at most `tokens` ids and its blocks, spread over positions up to `longest`."""
-        kind = rng.choices(list(MIX), list(MIX.values()))[0]
+        kind = rng.choices(KINDS, mix)[0]
         made = document(rng, kind, tokens - len(self.prefix), self.measure, noise)
         ids = self.prefix + self.encode(made.text)
         row = Row()
@@ -110,11 +113,13 @@ class Sampler:
                 del by_family[family]
         return chosen
 
-    def batch(self, step: int, rows: int, low: int, high: int, questions: int, noise: float, longest: int) -> Batch:
+    def batch(
+        self, step: int, rows: int, low: int, high: int, questions: int, noise: float, longest: int, mix: Mix
+    ) -> Batch:
         """The batch of `step`: `rows` rows of one length between `low` and `high`."""
         rng = random.Random(f"{self.seed} {step}")
         tokens = rng.randint(low, high)
-        return collate([self.row(rng, tokens, questions, noise, longest) for _ in range(rows)])
+        return collate([self.row(rng, tokens, questions, noise, longest, mix) for _ in range(rows)])
 
 
 @dataclass

@@ -35,14 +35,16 @@ class Stage:
     noise: float
     context: float  # weight of the language-modelling loss on the document
     repeat: float  # weight of the loss on reconstructing it
+    mix: tuple[float, ...]  # how often each kind of document is drawn
 
 
+FACTS, LISTS = (0.3, 0.3, 0.15, 0.15, 0.1), (0.25, 0.15, 0.1, 0.35, 0.15)  # mixes: mostly facts; more word lists
 STAGES = (
-    Stage(500, 40, 96, 16, 3, 1.0, 0.02, 1.0),
-    Stage(1000, 64, 192, 12, 4, 0.5, 0.02, 0.5),
-    Stage(1700, 128, 384, 8, 5, 0.3, 0.02, 0.3),
-    Stage(2400, 256, 768, 5, 6, 0.1, 0.1, 0.3),
-    Stage(3100, 512, 2048, 3, 6, 0.05, 0.1, 0.3),
+    Stage(850, 40, 96, 16, 3, 1.0, 0.02, 1.0, FACTS),
+    Stage(1150, 64, 192, 12, 4, 0.5, 0.02, 0.5, FACTS),
+    Stage(1550, 128, 384, 8, 5, 0.3, 0.02, 0.3, LISTS),
+    Stage(2000, 256, 768, 5, 6, 0.1, 0.1, 0.3, LISTS),
+    Stage(2500, 512, 2048, 3, 6, 0.05, 0.1, 0.3, LISTS),
 )
 LONGEST = 2300
 
@@ -148,7 +150,7 @@ def train(folder: Path, recipe: Recipe, steps: int | None, minutes: float) -> No
         table.writerow(["step", "minutes", "answer", "repeat", "context", "family accuracy"])
     for step in range(start, steps):
         stage = next(s for s in STAGES if step < s.until)
-        batch = sampler.batch(step, stage.rows, stage.low, stage.high, stage.questions, stage.noise, LONGEST)
+        batch = sampler.batch(step, stage.rows, stage.low, stage.high, stage.questions, stage.noise, LONGEST, stage.mix)
         loss, parts, seen = losses(model, batch, stage)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

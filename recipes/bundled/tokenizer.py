@@ -33,7 +33,7 @@ again place around small however found thought part give every hand
 """.split()
 
 
-def corpus(documents: int = 3000) -> Iterator[str]:
+def corpus(documents: int) -> Iterator[str]:
     """World documents with their questions and answers, then plain words: the text the merges are learned from."""
     rng = random.Random("bundled tokenizer")
     for index in range(documents):
@@ -45,7 +45,7 @@ def corpus(documents: int = 3000) -> Iterator[str]:
         yield " ".join(rng.sample(PLAIN, 40))
 
 
-def train() -> PreTrainedTokenizerFast:
+def train(documents: int = 3000) -> PreTrainedTokenizerFast:
     """Learn the merges and wrap them for transformers."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -54,7 +54,7 @@ def train() -> PreTrainedTokenizerFast:
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY, special_tokens=[END, START, STOP], initial_alphabet=alphabet, show_progress=False
     )
-    bpe.train_from_iterator(corpus(), trainer)
+    bpe.train_from_iterator(corpus(documents), trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token=STOP, pad_token=END, model_max_length=8192, clean_up_tokenization_spaces=False
     )
