@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from restorekv.budget import Budget
-    from restorekv.compression import Eviction, Prepared, compress
     from restorekv.compressed import CompressedContext
+    from restorekv.compression import Eviction, Prepared, compress
     from restorekv.errors import RestoreKVError, RestoreKVWarning
     from restorekv.models import load_model
     from restorekv.restore import RestoreAdapter

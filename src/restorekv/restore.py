@@ -204,7 +204,10 @@ def build(model: PreTrainedModel, config: LoraConfig) -> dict[str, LoraLayer]:
         inject_adapter_in_model(config, model, NAME)
         layers = {path: module for path, module in model.named_modules() if isinstance(module, LoraLayer)}
     except (ValueError, TypeError) as error:
-        raise AdapterError(f"The adapter's LoRA does not fit {type(model).__name__}: {error}") from error
+        reason = str(error).split(". ")[0].rstrip(".")
+        raise AdapterError(
+            f"The adapter's LoRA does not fit {type(model).__name__} ({reason}); name linear layers that the model has."
+        ) from error
     finally:
         remove(model)
         for parameter, flag in flags:

@@ -60,9 +60,9 @@ def _example(line: str, where: str) -> Example:
         row = json.loads(line)
         context, questions = row["context"], tuple(row["questions"])
         drafts = tuple(row.get("answers") or [None] * len(questions))
-        texts = [context, *questions, *(draft for draft in drafts if draft is not None)]
+        asked = all(isinstance(text, str) and text.strip() for text in [context, *questions])
         paired = isinstance(row["questions"], list) and len(drafts) == len(questions) > 0
-        well_formed = paired and all(isinstance(text, str) for text in texts)
+        well_formed = paired and asked and all(draft is None or isinstance(draft, str) for draft in drafts)
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
         well_formed = False
     if not well_formed:

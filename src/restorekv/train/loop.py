@@ -59,6 +59,7 @@ class TrainConfig:
     checkpoint_every: int = 50
 
     def __post_init__(self) -> None:
+        Eviction.make(self.evictor, None, self.prefix_policy)
         for name in ("restore_tokens", "rank", "steps", "contexts", "questions", "max_new_tokens", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise RestoreKVError(f"{name} is a number of at least 1, not {getattr(self, name)}.")
