@@ -16,14 +16,14 @@ from restorekv.models import load_model
 from restorekv.train.data import bundled_examples
 from restorekv.train.loop import TrainConfig, train
 
-CONTEXTS = 800
+CONTEXTS = 500
 SETTINGS = TrainConfig(
     restore_tokens=3,
     rank=16,
     alpha=32,
     lr=4e-3,
     warmup=20,
-    steps=400,
+    steps=500,
     contexts=8,
     questions=4,
     ratio_min=0.025,
@@ -43,7 +43,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     model, tokenizer = load_model(str(options.folder / "model"))
     config = TrainConfig(**{**vars(SETTINGS), "evictor": options.evictor})
-    examples = bundled_examples(tokenizer, CONTEXTS, config.seed, 512, 1536)
+    examples = bundled_examples(tokenizer, CONTEXTS, config.seed, 512, 1280)
 
     def show(step: int, steps: int, loss: float) -> None:
         if step % 10 == 0:

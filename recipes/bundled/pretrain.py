@@ -44,7 +44,7 @@ STAGES = (
     Stage(1150, 64, 192, 12, 4, 0.5, 0.02, 0.5, FACTS),
     Stage(1550, 128, 384, 8, 5, 0.3, 0.02, 0.3, LISTS),
     Stage(2000, 256, 768, 5, 6, 0.1, 0.1, 0.3, LISTS),
-    Stage(2500, 512, 2048, 3, 6, 0.05, 0.1, 0.3, LISTS),
+    Stage(2250, 512, 2048, 3, 6, 0.05, 0.1, 0.3, LISTS),
 )
 LONGEST = 2300
 
@@ -57,6 +57,7 @@ class Recipe:
     lr: float = 3e-3
     warmup: int = 200
     decay_from: float = 0.6
+    horizon: int = 2500  # steps to the end of the cosine; training stops where nothing more is gained
     seed: int = 0
     hidden: int = 192
     layers: int = 4
@@ -89,11 +90,11 @@ def optimizers(model: Qwen3ForCausalLM, recipe: Recipe) -> list[torch.optim.Opti
     return [muon, torch.optim.AdamW(rest, **adam, fused=True)]
 
 
-def factor(recipe: Recipe, step: int, steps: int) -> float:
+def factor(recipe: Recipe, step: int) -> float:
     """Learning-rate factor: warm-up, constant, then a cosine to 2 %."""
     if step < recipe.warmup:
         return (step + 1) / recipe.warmup
-    done = max(step / steps - recipe.decay_from, 0) / (1 - recipe.decay_from)
+    done = max(step / recipe.horizon - recipe.decay_from, 0) / (1 - recipe.decay_from)
     return 0.02 + 0.98 * (1 + math.cos(math.pi * min(done, 1))) / 2
 
 
@@ -156,7 +157,7 @@ def train(folder: Path, recipe: Recipe, steps: int | None, minutes: float) -> No
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for opt in opts:
             for group in opt.param_groups:
-                group["lr"] = recipe.lr * factor(recipe, step, steps)
+                group["lr"] = recipe.lr * factor(recipe, step)
             opt.step()
             opt.zero_grad()
         for name, value in [*parts.items(), *((f, a) for f, many in seen.items() for a in many)]:
