@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 RUN := $(VENV)/bin/python -m
 KVPRESS ?= .venv-kvpress
 
-.PHONY: venv demo test nightly lint conformance oldest bundled
+.PHONY: venv demo test nightly lint conformance oldest bench bundled
 .DEFAULT_GOAL := demo
 
 # PyTorch's own index has the CPU build; PyPI's build for Linux brings gigabytes of CUDA, so it is asked second.
@@ -46,6 +46,10 @@ conformance: $(KVPRESS)/ready
 
 oldest: $(KVPRESS)/ready
 	$(KVPRESS)/bin/python -m pytest -m "not slow"
+
+# Time and memory beside kvpress, about ten minutes on two idle cores.
+bench: venv $(KVPRESS)/ready
+	$(VENV)/bin/restorekv bench --kvpress-python $(KVPRESS)/bin/python $(BENCH)
 
 # The bundled model, tokenizer and adapters from nothing: resumable, under three hours on two cores.
 bundled: venv

@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("restorekv.cli.train", "Train a restore adapter by self-distillation."),
     "eval": ("restorekv.cli.eval", "Score evictors on the bundled suite, with and without restoring."),
     "demo": ("restorekv.cli.demo", "Show the main job on the bundled model, with figures."),
+    "bench": ("restorekv.cli.bench", "Measure time and memory beside kvpress 0.5.5."),
 }
 
 

@@ -1,0 +1,75 @@
+"""kvpress's side of the benchmark, one measurement per process: KVPRESS_PYTHON kvpress_side.py JOB.
+
+Runs in an environment with kvpress 0.5.5 (transformers < 5.3), without restorekv. It calls model and press in the order
+of kvpress's own pipeline; only the number of tokens is fixed, and the phases are timed.
+"""
+
+import sys
+from importlib.metadata import version
+
+import torch
+from kvpress import KVzipPress
+from meter import Clock, Peak, serve, timed
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+
+class TimedPress(KVzipPress):
+    """KVzip whose last step, choosing the pairs, is timed by itself."""
+
+    def compress_post(self, model: PreTrainedModel) -> None:
+        self.seconds: dict[str, float] = {}
+        with timed(self.seconds, "evict"):
+            super().compress_post(model)
+
+
+def measure(job: dict) -> dict:
+    """Seconds per phase, peak memory, pairs and bytes held, and seconds per token at r and at 1."""
+    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype="auto").eval().requires_grad_(False)
+    ids = torch.tensor([job["context_ids"]])
+    decode(model, squeeze(model, ids[:, : job["warm_up"]], job["ratio"])[0], job)
+    with Peak() as peak:
+        cache, seconds = squeeze(model, ids, job["ratio"])
+    config = model.config
+    pairs = config.num_hidden_layers * config.num_key_value_heads * ids.shape[1]
+    hidden = sum(len(layer.self_attn.masked_key_indices[0]) for layer in model.model.layers)
+    size = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    small = decode(model, cache, job)
+    whole = DynamicCache()
+    model.model(input_ids=ids, past_key_values=whole)  # as many queries as keys: the press's masks are forgotten
+    return {
+        "versions": {name: version(name) for name in ("kvpress", "torch", "transformers")},
+        "seconds": seconds,
+        "peak": peak.bytes,
+        "held": {"pairs": pairs - hidden, "pairs_full": pairs, "bytes": size, "bytes_full": size},
+        "small": small,
+        "full": decode(model, whole, job),
+    }
+
+
+def squeeze(model: PreTrainedModel, ids: torch.Tensor, ratio: float) -> tuple[DynamicCache, dict[str, float]]:
+    """ids (1, S + T) -> the cache, in which evicted pairs are marked, and seconds per phase."""
+    cache, press, seconds = DynamicCache(), TimedPress(compression_ratio=1 - ratio), {}
+    with timed(seconds, "total"), press(model), timed(seconds, "prefill"):
+        model.model(input_ids=ids, past_key_values=cache)
+    seconds["evict"] = press.seconds["evict"]
+    seconds["score"] = seconds["total"] - seconds["prefill"] - seconds["evict"]
+    return cache, seconds
+
+
+def decode(model: PreTrainedModel, cache: DynamicCache, job: dict) -> dict:
+    """A question and a fixed number of tokens; the reason instead where kvpress finds no keys to hide pairs behind."""
+    clock, ids = Clock(), torch.tensor([job["question_ids"]])
+    try:
+        for _ in range(job["decode"]):
+            first = cache.get_seq_length()
+            positions = torch.arange(first, first + ids.shape[1])[None]
+            output = model(input_ids=ids, past_key_values=cache, position_ids=positions, logits_to_keep=1)
+            ids = output.logits[:, -1].argmax(-1, keepdim=True)
+            clock()
+    except ValueError as error:
+        return {"refused": str(error)}
+    return clock.figures()
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], measure)

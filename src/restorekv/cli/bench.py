@@ -1,0 +1,52 @@
+"""`restorekv bench`: time and memory of compressing and answering, beside kvpress 0.5.5, on this machine."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from transformers import logging
+
+from restorekv.atomic import check_target, write_json
+from restorekv.bench import Options
+from restorekv.bench import run as measure
+from restorekv.bench.table import tables
+from restorekv.cli.session import notes, output
+from restorekv.errors import RestoreKVError
+
+KVPRESS = Path(".venv-kvpress/bin/python")  # made by `make bench`
+
+
+def run(
+    tokens: Annotated[str, typer.Option(help="Context lengths T, with commas.")] = "2048,4096",
+    ratio: Annotated[str, typer.Option(help="Share of the KV pairs to hold, in (0, 1].")] = "0.05",
+    layers: Annotated[int, typer.Option(min=1, help="Fewer make a quick look; Qwen3-0.6B has 28.")] = 28,
+    repeat: Annotated[int, typer.Option(min=1, help="Measurements per side and T; medians are shown.")] = 1,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads of both sides; 0 for PyTorch's own choice.")] = 0,
+    kvpress_python: Annotated[
+        Path | None, typer.Option(help=f"Python of an environment with kvpress; {KVPRESS} if there is one.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
+) -> None:
+    if json:
+        check_target(json)
+    if kvpress_python is None and KVPRESS.exists():
+        kvpress_python = KVPRESS
+    options = Options(
+        tokens=lengths(tokens), ratio=ratio, repeat=repeat, threads=threads,
+        kvpress_python=kvpress_python and kvpress_python.absolute(), shape={"num_hidden_layers": layers},
+    )  # fmt: skip
+    logging.disable_progress_bar()
+    with notes.status("measuring") as status:
+        result = measure(options, status.update)
+    for shown in tables(result):
+        output.print(shown)
+    if json:
+        write_json(json, result)
+
+
+def lengths(given: str) -> list[int]:
+    """ "2048,4096" -> [2048, 4096], in order, each once."""
+    parts = [part.strip() for part in given.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise RestoreKVError(f"--tokens takes whole numbers with commas between them, not {given!r}.")
+    return sorted({int(part) for part in parts})
