@@ -15,7 +15,7 @@ $(VENV)/ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("restorekv needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(RUN) pip install --quiet $(CPU) "$(TORCH)" 2>/dev/null || $(RUN) pip install --quiet "$(TORCH)"
-	$(RUN) pip install --quiet -e '.[dev,train]'
+	$(RUN) pip install --quiet -e '.[dev]'
 	touch $@
 
 venv: $(VENV)/ready
@@ -38,7 +38,7 @@ $(KVPRESS)/ready: pyproject.toml
 	test -x $(KVPRESS)/bin/python || $(PYTHON) -m venv $(KVPRESS)
 	$(KVPRESS)/bin/python -m pip install --quiet $(CPU) "$(TORCH)" 2>/dev/null \
 		|| $(KVPRESS)/bin/python -m pip install --quiet "$(TORCH)"
-	$(KVPRESS)/bin/python -m pip install --quiet "$(TORCH)" transformers==5.2.0 kvpress==0.5.5 -e '.[dev,train]'
+	$(KVPRESS)/bin/python -m pip install --quiet "$(TORCH)" transformers==5.2.0 kvpress==0.5.5 -e '.[dev]'
 	touch $@
 
 conformance: $(KVPRESS)/ready

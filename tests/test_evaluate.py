@@ -12,10 +12,11 @@ from restorekv.restore import RestoreAdapter
 from restorekv.tables import held, payload, scores
 
 TEXT = "the code of the red house is seven; who lives in the blue house? the blue house is the code of who. " * 2
-DOCUMENTS = [
-    Document(TEXT + tail, "made", (Question("who?", ("red",), "red", "qa", "all", 3), Question("what?", ("is",), "is", "vt", "all", 3)))
-    for tail in ("red", "blue house")
-]  # fmt: skip
+QUESTIONS = (
+    Question("who?", ("red",), "red", "qa", "all", 3),
+    Question("what?", ("is",), "is", "vt", "all", 3),
+)
+DOCUMENTS = [Document(TEXT + tail, "made", QUESTIONS) for tail in ("red", "blue house")]
 
 
 def answers(scores: dict[tuple[int, str], float]) -> list[Answer]:
@@ -54,7 +55,7 @@ def test_rows_report_what_the_caches_held(tiny_tokenizer, policy):
         progress=lambda done, total: seen.append((done, total)),
     )  # fmt: skip
     rows = {(row["evictor"], row["restored"], row["ratio"]): row for row in payload(result)["rows"]}
-    assert list(rows)[0] == FULL and len(rows) == 1 + 4 + 2
+    assert next(iter(rows)) == FULL and len(rows) == 1 + 4 + 2
     assert all(row["questions"] == 4 and row["low"] <= row["score"] <= row["high"] for row in rows.values())
     full = rows[FULL]
     shape = 3 * 2  # layers, heads

@@ -19,8 +19,8 @@ EXAMPLES = [
     for tail in ("red", "blue", "seven", "house", "lives")
 ]
 CONFIG = TrainConfig(
-    restore_tokens=2, rank=2, alpha=4, lr=1e-2, warmup=2, steps=6, contexts=2, questions=2, ratio_min=0.1, ratio_max=0.4,
-    max_new_tokens=6, checkpoint_every=2, keep=8,
+    restore_tokens=2, rank=2, alpha=4, lr=1e-2, warmup=2, steps=6, contexts=2, questions=2,
+    ratio_min=0.1, ratio_max=0.4, max_new_tokens=6, checkpoint_every=2, keep=8,
 )  # fmt: skip
 
 

@@ -33,11 +33,11 @@ def side_by_side(
         caches |= {name(evictor, restored): prepared.at(ratio, restored=restored) for restored in (False, True)}
         for title, cache in caches.items():
             told = ask(model, tokenizer, prepared.context, cache, questions, 32)
-            columns[f"{title}\n{cache.nbytes:,} bytes"] = [answer.strip() for answer in told]
+            columns[f"{title}\n{cache.nbytes / 1024:,.0f} KB"] = [answer.strip() for answer in told]
     table = Table(title=f"One document of {prepared.context.tokens} tokens, r = {ratio:g}", show_lines=True)
-    table.add_column("question")
+    table.add_column("question", ratio=2)
     for title in columns:
-        table.add_column(title)
+        table.add_column(title, overflow="fold", ratio=1)
     for row, question in enumerate(questions):
         table.add_row(question, *(answers[row] for answers in columns.values()))
     return table

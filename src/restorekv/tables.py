@@ -32,7 +32,7 @@ def scores(result: Evaluation) -> Table:
     )
     table.add_column("method")
     for ratio in ratios:
-        table.add_column(f"r = {ratio:g}", justify="right")
+        table.add_column(f"r = {ratio:g}", justify="right", no_wrap=True)
     for evictor, restored in dict.fromkeys(key[:2] for key in rows if key != FULL):
         cells = [_score(rows[evictor, restored, ratio]) for ratio in ratios]
         table.add_row(name(evictor, restored), *cells, style="bold" if restored else None, end_section=restored)
@@ -40,9 +40,9 @@ def scores(result: Evaluation) -> Table:
 
 
 def _score(row: dict) -> str:
-    text = f"{row['score']:.1f} ({row['low']:.1f} to {row['high']:.1f})"
+    text = f"{row['score']:.1f} ({row['low']:.0f}-{row['high']:.0f})"
     share = row.get("recovered")
-    return text if share is None else f"{text} {share:+.0%}"
+    return text if share is None else f"{text}\n{share:+.0%}"
 
 
 def held(result: Evaluation) -> Table:

@@ -24,7 +24,6 @@ MENDS = {
     errno.ENOTDIR: "check the path",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
-EXTRAS = {"tensorboard": "train"}
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
 
 
@@ -37,8 +36,6 @@ def sentence(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, OSError) and error.errno is not None:
         where = error.filename or "the output"
         return f"Cannot use {where}: {error.strerror}; {MENDS.get(error.errno, 'check it and try again')}.", 1
-    if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
-        return f"This needs {error.name}; install it with pip install 'restorekv[{EXTRAS[error.name]}]'.", 1
     if isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
         return "There is not enough memory; take a shorter context, a smaller model or another device.", 1
     return None
