@@ -36,6 +36,7 @@ def test_the_shipped_adapter_is_found_and_used(bundled, evictor):
     document = documents(tokenizer, 1, split="check", low=512, high=600)[0]
     small = compress(model, tokenizer, document.text, evictor=evictor, ratio=0.2, adapter="auto")
     assert small.manifest.restore_tokens > 0 and small.manifest.adapter["evictor"] == evictor
+    assert small.manifest.model == "bundled"
     layers, heads = small.manifest.shape["layers"], small.manifest.shape["heads"]
     assert small.manifest.pairs == small.manifest.tokens * layers * heads // 5
 

@@ -29,7 +29,7 @@ from restorekv.compressed import CompressedContext
 from restorekv.context_file import Manifest
 from restorekv.errors import AdapterError, BudgetError, RestoreKVError
 from restorekv.evictors.allocate import exact_top
-from restorekv.models import CacheShape, bundled_path, model_fingerprint, rope_fingerprint
+from restorekv.models import BUNDLED, CacheShape, bundled_path, model_fingerprint, model_name, rope_fingerprint
 from restorekv.prefill import prefill
 from restorekv.prompt import Context, make_context, template_hash
 from restorekv.restore import RestoreAdapter
@@ -213,8 +213,7 @@ def load_adapter(
 def bundled_adapter(model: PreTrainedModel, evictor: str) -> Path | None:
     """The folder shipped for this evictor if `model` is the bundled one."""
     folder = bundled_path("adapters", evictor)
-    is_bundled = Path(model.config.name_or_path or ".").resolve() == bundled_path("model").resolve()
-    return folder if is_bundled and folder.is_dir() else None
+    return folder if model_name(model) == BUNDLED and folder.is_dir() else None
 
 
 def counted_pairs(cache: RaggedCache, context: Context, prefix_policy: PrefixPolicy) -> int:
@@ -237,7 +236,7 @@ def describe(
     columns = shape.layers * shape.heads * context.positions
     element = cache.layers[0].context_keys.element_size()
     return Manifest(
-        model=str(model.config.name_or_path),
+        model=model_name(model),
         fingerprint=model_fingerprint(model),
         rope=rope_fingerprint(model.config),
         template=template_hash(tokenizer),

@@ -21,7 +21,7 @@ from restorekv.bundled.world import FAMILIES, Document
 from restorekv.cache import RaggedCache
 from restorekv.compression import Eviction, Prepared, counted_pairs, load_adapter
 from restorekv.generate import ask
-from restorekv.models import model_fingerprint, rope_fingerprint
+from restorekv.models import model_fingerprint, model_name, rope_fingerprint
 from restorekv.restore import RestoreAdapter
 
 RATIOS = (0.4, 0.2, 0.1, 0.05)
@@ -170,7 +170,7 @@ def tally(answers: Sequence[Answer]) -> tuple[np.ndarray, np.ndarray]:
 def conventions(model, adapters: dict, prefix_policy: str, on_tight: str, documents: int) -> dict:
     """Everything a reader needs to compare these figures with others."""
     return {
-        "model": model.config.name_or_path,
+        "model": model_name(model),
         "fingerprint": model_fingerprint(model),
         "dtype": str(model.dtype).removeprefix("torch."),
         "rope": rope_fingerprint(model.config),

@@ -76,6 +76,12 @@ def load_tokenizer(name: str = BUNDLED, offline: bool = False) -> Tokenizer:
         raise unloadable(name, error) from error
 
 
+def model_name(model: PreTrainedModel) -> str:
+    """What `load_model` would take to load it again: "bundled", wherever the package lies, a folder or a hub id."""
+    path = str(model.config.name_or_path)
+    return BUNDLED if path and Path(path).resolve() == bundled_path("model").resolve() else path
+
+
 def model_source(name: str) -> str:
     """A folder or a hub id that transformers understands."""
     if name != BUNDLED:

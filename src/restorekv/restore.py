@@ -26,7 +26,7 @@ from transformers import DynamicCache, PreTrainedModel
 from restorekv import adapter_file
 from restorekv.adapter_file import Card, Stored
 from restorekv.errors import AdapterError, RestoreKVWarning
-from restorekv.models import CacheShape, decoder, model_fingerprint, rope_fingerprint
+from restorekv.models import CacheShape, decoder, model_fingerprint, model_name, rope_fingerprint
 
 NAME = "restorekv"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -72,10 +72,10 @@ class RestoreAdapter(nn.Module):
             raise AdapterError(f"A restore adapter needs at least one token and rank 1, not {n} and {rank}.")
         config = LoraConfig(
             r=rank, lora_alpha=alpha, target_modules=sorted(targets), lora_dropout=0.0, bias="none",
-            task_type="CAUSAL_LM", base_model_name_or_path=str(model.config.name_or_path), inference_mode=True,
+            task_type="CAUSAL_LM", base_model_name_or_path=model_name(model), inference_mode=True,
         )  # fmt: skip
         table = model.get_input_embeddings().weight.detach()
-        card = Card(str(model.config.name_or_path), model_fingerprint(model), rope_fingerprint(model.config), n)
+        card = Card(model_name(model), model_fingerprint(model), rope_fingerprint(model.config), n)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             rows = torch.randint(len(table), (n,))
@@ -91,7 +91,7 @@ class RestoreAdapter(nn.Module):
                 f"The adapter {name} is for a model of width {hidden}, this one has {CacheShape.of(model).hidden}; "
                 "load the model it was trained for."
             )
-        fresh = Card(str(model.config.name_or_path), model_fingerprint(model), rope_fingerprint(model.config), n)
+        fresh = Card(model_name(model), model_fingerprint(model), rope_fingerprint(model.config), n)
         if stored.card is not None:
             check_model(name, stored.card, fresh)
         adapter = cls(model, stored.config, stored.embeddings, stored.card or fresh)
