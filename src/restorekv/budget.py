@@ -114,5 +114,6 @@ def tight(ratio: Fraction, tokens: int, restore_tokens: int) -> str:
     smallest = ceil(Fraction(restore_tokens, tokens) * 10_000) / 10_000
     return (
         f"{restore_tokens} restore tokens do not fit into ratio {float(ratio):g} of {tokens} tokens; "
-        f"the smallest workable ratio is {smallest:g} (or take fewer of them with on_tight='fewer', in the shell --on-tight fewer)."
+        f"the smallest workable ratio is {smallest:g} "
+        "(or take fewer of them with on_tight='fewer', in the shell --on-tight fewer)."
     )
