@@ -42,10 +42,13 @@ def test_refused_contexts(tiny_tokenizer, text):
         make_context(tiny_tokenizer, text)
 
 
-@pytest.mark.parametrize("question", ["", " ", None])
-def test_refused_questions(tiny_tokenizer, question):
+@pytest.mark.parametrize(
+    ("question", "told"),
+    [("", "question is empty"), (" ", "question is empty"), (None, "is text"), (["a?"], "is text, not list")],
+)
+def test_refused_questions(tiny_tokenizer, question, told):
     context = make_context(tiny_tokenizer, TEXT)
-    with pytest.raises(RestoreKVError, match="question is empty"):
+    with pytest.raises(RestoreKVError, match=told):
         question_ids(tiny_tokenizer, context, question)
 
 

@@ -44,3 +44,7 @@ def __getattr__(name: str) -> Any:
     if name not in HOMES:
         raise AttributeError(f"module 'restorekv' has no attribute {name!r}")
     return getattr(import_module(f"restorekv.{HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

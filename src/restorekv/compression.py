@@ -151,7 +151,7 @@ def compress(
     evictor: str = "kvzip",
     ratio: float | str | Fraction | None = None,
     tokens_per_head: int | None = None,
-    adapter: RestoreAdapter | str | Path | None = None,
+    adapter: RestoreAdapter | str | Path | None = "auto",
     prefix_policy: PrefixPolicy = "free",
     on_tight: OnTight = "error",
     progress: Progress | None = None,

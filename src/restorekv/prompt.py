@@ -52,7 +52,9 @@ def make_context(tokenizer: Tokenizer, text: str) -> Context:
 
 def question_ids(tokenizer: Tokenizer, context: Context, question: str, answer_prefix: str = "") -> Tensor:
     """Question, template suffix and the answer's first words, tokenised together: (1, q)."""
-    if not isinstance(question, str) or not question.strip():
+    if not isinstance(question, str):
+        raise RestoreKVError(f"A question is text, not {type(question).__name__}; give several to ask, as a list.")
+    if not question.strip():
         raise RestoreKVError("The question is empty; ask something.")
     return encode(tokenizer, question + context.suffix_text + answer_prefix)
 
