@@ -87,6 +87,17 @@ def test_lessons_are_the_teachers_own_greedy_answers(tiny_model, tiny_tokenizer)
         assert torch.equal(plain.argmax(-1), lesson.ids[-lesson.answer :])
 
 
+def test_a_generated_answer_ends_with_one_stop_id(tiny_tokenizer):
+    model = build_model("qwen3")
+    question = (Example(TEXT, ("who lives in the red house?",), (None,)),)
+    first = Lessons(model, tiny_tokenizer, list(question), CONFIG)[0][1][0]
+    stop = int(first.ids[-first.answer :][1])
+    model.generation_config.eos_token_id = stop
+    again = Lessons(model, tiny_tokenizer, list(question), CONFIG)[0][1][0]
+    answer = again.ids[-again.answer :].tolist()
+    assert answer[-1] == stop and answer.count(stop) == 1
+
+
 def test_without_restoring_the_student_is_the_base_evictor(tiny_model, tiny_tokenizer):
     lessons = Lessons(tiny_model, tiny_tokenizer, EXAMPLES, CONFIG)
     prepared, taught = lessons[1]

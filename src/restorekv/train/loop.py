@@ -14,7 +14,6 @@ import math
 import os
 import random
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -92,12 +91,12 @@ def draw(config: TrainConfig, step: int, examples: int) -> tuple[list[int], rand
 
 
 class Lessons:
-    """Prepared contexts with their teacher's answers, the last `keep` of them remembered."""
+    """Prepared contexts with their teacher's answers, the first `keep` of them remembered."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, examples: list[Example], config: TrainConfig):
         self.model, self.tokenizer, self.examples, self.config = model, tokenizer, examples, config
         self.eviction = Eviction.make(config.evictor, prefix_policy=config.prefix_policy, on_tight="fewer")
-        self.kept: OrderedDict[int, tuple[Prepared, list[Lesson]]] = OrderedDict()
+        self.kept: dict[int, tuple[Prepared, list[Lesson]]] = {}
 
     def __getitem__(self, index: int) -> tuple[Prepared, list[Lesson]]:
         if index in self.kept:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache import RaggedCache
 from restorekv.compression import Prepared
-from restorekv.generate import greedy, stop_ids
+from restorekv.generate import answer_ids, stop_ids
 from restorekv.models import decoder
 from restorekv.prompt import encode, question_ids
 from restorekv.train.data import Example
@@ -56,16 +56,15 @@ def teach(
     }
     others = [index for index in range(len(asked)) if index not in lessons]
     if others:
-        limits = [max_new_tokens] * len(others)
-        written = greedy(model, cache, [asked[index] for index in others], limits, stop_ids(model, tokenizer))
+        written = answer_ids(model, tokenizer, cache, [asked[index] for index in others], max_new_tokens)
         for index, ids in zip(others, written, strict=True):
-            answers[index] = closed(model, tokenizer, ids, max_new_tokens)
+            answers[index] = ids
         lessons |= dict(zip(others, assess(model, cache, asked, answers, others), strict=True))
     return [lessons[index] for index in range(len(asked))]
 
 
 def closed(model: PreTrainedModel, tokenizer: Tokenizer, ids: list[int], limit: int) -> Tensor:
-    """An answer with the EOS id behind it, unless the limit cut it off."""
+    """A draft with the EOS id behind it, unless the limit cut it off."""
     return torch.tensor([*ids, min(stop_ids(model, tokenizer))][:limit])
 
 
