@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from restorekv.bundled.suite import measure
 from restorekv.bundled.world import Document, document
 
 ANSWER, REPEAT, CONTEXT = 0, 1, 2  # the parts of the loss
@@ -50,7 +50,7 @@ class Sampler:
         self.prefix = self.encode("<|im_start|>user\n")
         self.suffix = self.encode("<|im_end|>\n<|im_start|>assistant\n")
         self.stop = self.encode("<|im_end|>")
-        self.measure = lru_cache(maxsize=20000)(lambda sentence: len(self.encode(" " + sentence)))
+        self.measure = measure(tokenizer)
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)

@@ -70,12 +70,12 @@ class Evaluation:
             "evictor": evictor, "restored": restored, "ratio": ratio, "score": score, "low": low, "high": high,
             "questions": len(cell.answers), "pairs": float(np.mean(cell.pairs)),
             "pairs_with_prefix": float(np.mean(cell.pairs_held)), "bytes": float(np.mean(cell.bytes)),
-            "families": {family: value for family, value in family_means(cell.answers).items()},
+            "families": family_means(cell.answers),
         }  # fmt: skip
         base = self.cells.get((evictor, False, ratio))
         if restored and base:
             row["gain"], row["gain_low"], row["gain_high"] = interval(cell.answers, base.answers)
-            lost = self.row(FULL)["score"] - self.row((evictor, False, ratio))["score"]
+            lost = mean_score(self.cells[FULL].answers) - mean_score(base.answers)
             row["recovered"] = row["gain"] / lost if lost > 0 else None
         return row
 
@@ -138,6 +138,11 @@ def family_means(answers: Sequence[Answer]) -> dict[str, float]:
     for answer in answers:
         scores.setdefault(answer.family, []).append(answer.score)
     return {family: 100 * float(np.mean(scores[family])) for family in FAMILIES if family in scores}
+
+
+def mean_score(answers: Sequence[Answer]) -> float:
+    """The unweighted mean over families, in points."""
+    return float(np.mean(list(family_means(answers).values())))
 
 
 def interval(
