@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from restorekv.allocate import exact_top
 from restorekv.errors import RestoreKVError
-from restorekv.evictors.allocate import exact_top
 
 # A few values only, so that most cases tie; pinned and hopeless pairs among them.
 VALUES = st.sampled_from([0.0, -0.0, 0.25, 0.5, 1.0, float("inf"), float("-inf"), 1e-30])

@@ -44,7 +44,7 @@ def case(tiny_model, tiny_tokenizer):
 def test_pairs_are_the_budget(case, evictor, policy, restored):
     model, tokenizer, text = case
     adapter = make_adapter(model) if restored else None
-    prepared = Eviction.make(evictor, adapter, policy).prepare(model, tokenizer, text)
+    prepared = Eviction.make(evictor, adapter, prefix_policy=policy).prepare(model, tokenizer, text)
     context, shape = prepared.context, CacheShape.of(model)
     columns = context.tokens if policy == "free" else context.positions
     for ratio in ["1", "0.5", "0.3", "0.1", "0.071"]:
@@ -60,12 +60,12 @@ def test_pairs_are_the_budget(case, evictor, policy, restored):
 
 def test_evictors_keep_the_best_scores(case):
     model, tokenizer, text = case
-    prepared = Eviction.make("kvzip", None, "counted").prepare(model, tokenizer, text)
+    prepared = Eviction.make("kvzip", prefix_policy="counted").prepare(model, tokenizer, text)
     scores, prefix = prepared.competing(), prepared.context.prefix
     assert scores.shape[-1] == prepared.context.positions
     first = max(prefix, 4)
     assert scores[..., first:].equal(prepared.scores[..., first - prefix :])
-    assert scores[..., :4].isposinf().all() and (scores[..., 4:prefix] == 0).all()
+    assert scores[..., :4].isposinf().all() and scores[..., 4:prefix].isneginf().all()
     cache = prepared.at(0.2)
     kept = torch.zeros_like(scores, dtype=torch.bool)
     for index, layer in enumerate(cache.layers):

@@ -16,7 +16,8 @@ from restorekv.prompt import make_context
 
 MANIFEST = Manifest(
     model="tiny", fingerprint="0", rope={"rope_type": "default"}, template="0", dtype="float32", shape={"layers": 3},
-    prefix=2, tokens=10, restore_tokens=4, ratio="1/10", prefix_policy="free", on_tight="error", evictor="kvzip",
+    prefix=2, tokens=10, restore_tokens=4, ratio="1/10", prefix_policy="free", on_tight="error", allocation="global",
+    restore_from="full", offset=0, evictor="kvzip",
     adapter=None, pairs=1, pairs_of_prefix=1, pairs_held=1, bytes_full=1, bytes_held=1, seconds={}, versions={},
 )  # fmt: skip
 
@@ -100,8 +101,8 @@ def test_foreign_files(tmp_path):
 
 def test_another_format_version(written):
     path, _, _ = written
-    path.write_bytes(path.read_bytes().replace(b'"version":"1"', b'"version":"2"'))
-    with pytest.raises(CacheFileError, match="format version 2"):
+    path.write_bytes(path.read_bytes().replace(b'"version":"2"', b'"version":"3"'))
+    with pytest.raises(CacheFileError, match="format version 3"):
         read(path)
 
 

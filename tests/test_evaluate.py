@@ -8,6 +8,7 @@ from conftest import build_model
 
 from restorekv.bundled.world import Document, Question
 from restorekv.evaluate import FULL, Answer, evaluate, interval
+from restorekv.prepared import Conventions
 from restorekv.restore import RestoreAdapter
 from restorekv.tables import held, payload, scores
 
@@ -51,8 +52,8 @@ def test_rows_report_what_the_caches_held(tiny_tokenizer, policy):
     adapter.describe(evictor="kvzip")
     seen = []
     result = evaluate(
-        model, tiny_tokenizer, DOCUMENTS, {"kvzip": adapter, "kvzip+": None}, (0.4, 0.2), prefix_policy=policy,
-        progress=lambda done, total: seen.append((done, total)),
+        model, tiny_tokenizer, DOCUMENTS, {"kvzip": adapter, "kvzip+": None}, (0.4, 0.2),
+        conventions=Conventions.make(policy), progress=lambda done, total: seen.append((done, total)),
     )  # fmt: skip
     rows = {(row["evictor"], row["restored"], row["ratio"]): row for row in payload(result)["rows"]}
     assert next(iter(rows)) == FULL and len(rows) == 1 + 4 + 2

@@ -93,7 +93,7 @@ def context(tiny_tokenizer):
     return make_context(tiny_tokenizer, TEXT)
 
 
-@pytest.mark.parametrize("name", sorted(evictors.EVICTORS))
+@pytest.mark.parametrize("name", ["kvzip", "kvzip+"])
 @pytest.mark.parametrize("chunk", [2048, 17])
 def test_scores_equal_the_definition(tiny_model, tiny_tokenizer, context, name, chunk):
     full = prefill(tiny_model, context.ids)
@@ -181,6 +181,6 @@ def test_memory_is_bounded_by_the_block():
 def test_specs():
     assert evictors.make("kvzip") == kvzip.KVzip() and evictors.make("kvzip").chunk == 2048
     assert evictors.make("kvzip+:chunk=512,sinks=0").sinks == 0
-    for spec in ("snapkv", "kvzip:window=3", "kvzip:chunk=many", "kvzip:chunk=0", "kvzip:chunk", ""):
+    for spec in ("nosuch", "kvzip:window=3", "kvzip:chunk=many", "kvzip:chunk=0", "kvzip:chunk", ""):
         with pytest.raises(RestoreKVError):
             evictors.make(spec)

@@ -8,13 +8,16 @@ import pytest
 ROOT = Path(__file__).parent.parent / "src" / "restorekv"
 FLOORS = [
     ["errors"],
-    ["budget", "prompt", "cache", "atomic"],
+    ["spec"],
+    ["budget", "prompt", "cache", "atomic", "allocate"],
     ["attention"],
     ["models"],
     ["prefill", "probe", "adapter_file"],
     ["evictors", "restore"],
+    ["prepared"],
     ["context_file", "generate"],
     ["compressed"],
+    ["manifest"],
     ["compression", "survivors", "survivors_plot"],
     ["bundled"],
     ["train", "evaluate"],

@@ -9,9 +9,10 @@ import torch
 RECIPE = Path(__file__).parent.parent / "recipes" / "bundled"
 sys.path.insert(0, str(RECIPE))
 
-import examples  # noqa: E402
 import pretrain  # noqa: E402
 import tokenizer as recipe_tokenizer  # noqa: E402
+
+import examples  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from restorekv.budget import Budget
     from restorekv.compressed import CompressedContext
-    from restorekv.compression import Eviction, Prepared, compress
+    from restorekv.compression import Eviction, compress
     from restorekv.errors import RestoreKVError, RestoreKVWarning
     from restorekv.models import load_model
+    from restorekv.prepared import Conventions, Prepared
     from restorekv.restore import RestoreAdapter
 
 __version__ = "0.1.0"
 __all__ = [
     "Budget",
     "CompressedContext",
+    "Conventions",
     "Eviction",
     "Prepared",
     "RestoreAdapter",
@@ -30,8 +32,9 @@ __all__ = [
 HOMES = {
     "Budget": "budget",
     "CompressedContext": "compressed",
+    "Conventions": "prepared",
     "Eviction": "compression",
-    "Prepared": "compression",
+    "Prepared": "prepared",
     "RestoreAdapter": "restore",
     "RestoreKVError": "errors",
     "RestoreKVWarning": "errors",

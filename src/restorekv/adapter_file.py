@@ -41,6 +41,9 @@ class Card:
     evictor: str | None = None
     prefix_policy: str | None = None
     ratio_range: tuple[float, float] | None = None
+    allocation: str = "global"
+    restore_from: str = "full"
+    embeddings: str = "learned"
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ def read_card(folder: Path) -> Card | None:
         entries = json.loads(path.read_text())
         version, sums = entries["version"], entries["sha256"]
         span = entries["ratio_range"]
-        card = Card(**{field.name: entries[field.name] for field in fields(Card)})
+        card = Card(**{field.name: entries[field.name] for field in fields(Card) if field.name in entries})
         card = replace(card, ratio_range=span and tuple(span))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise AdapterError(f"{path} is damaged; fetch or train the adapter again.") from error

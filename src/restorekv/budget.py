@@ -24,7 +24,8 @@ class Budget:
     """`restore_tokens` is the n in use; under on_tight="fewer" it may be lower than what was asked for.
 
     on_tight says what happens when B < n*L*H: "error" refuses, "fewer" lowers n to what fits, "clip" keeps n,
-    retains nothing and exceeds B, as kvpress does.
+    retains nothing and exceeds B, as kvpress does. whole_tokens rounds to whole tokens per head, for allocations that
+    give every head the same: B = floor(r * T_b) * L * H.
     """
 
     ratio: Fraction
@@ -33,6 +34,7 @@ class Budget:
     heads: int
     restore_tokens: int = 0
     on_tight: OnTight = "error"
+    whole_tokens: bool = False
 
     @classmethod
     def of_ratio(
@@ -43,6 +45,7 @@ class Budget:
         heads: int,
         restore_tokens: int = 0,
         on_tight: OnTight = "error",
+        whole_tokens: bool = False,
     ) -> "Budget":
         """A share of the T_b * L * H pairs."""
         if on_tight not in ON_TIGHT:
@@ -50,11 +53,12 @@ class Budget:
         if tokens < 1:
             raise BudgetError("The context is empty; give at least one token to compress.")
         exact = exact_ratio(ratio)
-        if restore_tokens > exact * tokens and on_tight == "error":
+        room = floor(exact * tokens) if whole_tokens else exact * tokens
+        if restore_tokens > room and on_tight == "error":
             raise BudgetError(tight(exact, tokens, restore_tokens))
         if on_tight == "fewer":
             restore_tokens = min(restore_tokens, floor(exact * tokens))
-        return cls(exact, tokens, layers, heads, restore_tokens, on_tight)
+        return cls(exact, tokens, layers, heads, restore_tokens, on_tight, whole_tokens)
 
     @classmethod
     def of_tokens_per_head(
@@ -76,6 +80,8 @@ class Budget:
     @property
     def total(self) -> int:
         """B."""
+        if self.whole_tokens:
+            return floor(self.ratio * self.tokens) * self.layers * self.heads
         return floor(self.ratio * self.tokens * self.layers * self.heads)
 
     @property

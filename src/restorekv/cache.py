@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from restorekv.errors import RestoreKVError
+
 
 class RaggedLayer(CacheLayerMixin):
     """One layer.
@@ -67,6 +69,10 @@ class RaggedLayer(CacheLayerMixin):
         layer.keys = self.restore_keys.expand(batch, -1, -1, -1)
         layer.values = self.restore_values.expand(batch, -1, -1, -1)
         return layer
+
+    def settle(self) -> None:
+        """What the tail holds now becomes the restore cache."""
+        self.restore_keys, self.restore_values = self.keys, self.values
 
     def rewind(self) -> None:
         """Back to the restore cache, for as many rows as the tail has now; nothing is copied."""
@@ -135,12 +141,18 @@ class RaggedCache(Cache):
 
     @classmethod
     def from_dense(
-        cls, full: DynamicCache, keep: Tensor, positions: int | None = None, restore: int | None = None
+        cls,
+        full: DynamicCache,
+        keep: Tensor,
+        positions: int | None = None,
+        restore: int | None = None,
+        offset: int = 0,
     ) -> RaggedCache:
         """Gathers what `keep` (L, H, S+T) bool marks; columns beyond S+T are the restore cache.
 
-        `restore` takes only the first so many of those columns. Gradients reach the restore cache and never
-        the context, though both were cut from one tensor.
+        `restore` takes only the first so many of those columns; `offset` makes questions start so many positions
+        later (a control of the paper's). Gradients reach the restore cache and never the context, though both were
+        cut from one tensor.
         """
         positions = keep.shape[-1] if positions is None else positions
         layers = []
@@ -155,7 +167,7 @@ class RaggedCache(Cache):
                     dense.values.detach()[0][heads, columns],
                     torch.cat([counts.new_zeros(1), counts]).to(torch.int32),
                     columns.to(torch.int32),
-                    positions,
+                    positions + offset,
                     # Cloned: a view would keep the whole full cache alive.
                     dense.keys[:, :, positions:end].clone(),
                     dense.values[:, :, positions:end].clone(),
@@ -167,6 +179,11 @@ class RaggedCache(Cache):
         """Shares the context and the restore cache; the tail is its own."""
         return RaggedCache([layer.fork(batch) for layer in self.layers])
 
+    def settle(self) -> None:
+        """What the tails hold now becomes the restore cache."""
+        for layer in self.layers:
+            layer.settle()
+
     def rewind(self) -> None:
         """Forgets question and answer."""
         for layer in self.layers:
@@ -174,7 +191,7 @@ class RaggedCache(Cache):
 
     @property
     def positions(self) -> int:
-        """S + T, the positions the context occupied."""
+        """S + T, the positions the context occupied, and the offset, if any."""
         return self.layers[0].seen
 
     @property
@@ -186,6 +203,23 @@ class RaggedCache(Cache):
     def lengths(self) -> Tensor:
         """(L, H) int64: context pairs kept, without the restore cache."""
         return torch.stack([layer.offsets.diff().long().cpu() for layer in self.layers])
+
+    def to_dynamic_cache(self) -> DynamicCache:
+        """A plain transformers cache with copies of context and restore cache, where every head keeps equally many.
+
+        transformers takes a plain cache's length for the position of what comes next, which is too low here: pass
+        position_ids that start at `get_seq_length()` of this cache. Refuses ragged heads and a bias.
+        """
+        if len(self.lengths.unique()) > 1 or any(layer.bias is not None for layer in self.layers):
+            raise RestoreKVError(
+                "A plain cache needs heads of one length and no bias; evict with allocation='per-head'."
+            )
+        plain = DynamicCache()
+        for index, layer in enumerate(self.layers):
+            context = (x.unflatten(0, (layer.heads, -1))[None] for x in (layer.context_keys, layer.context_values))
+            restored = (layer.restore_keys, layer.restore_values)
+            plain.update(*(torch.cat(pair, 2) for pair in zip(context, restored, strict=True)), index)
+        return plain
 
     @property
     def pairs(self) -> int:

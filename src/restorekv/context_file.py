@@ -20,7 +20,7 @@ from restorekv.errors import CacheFileError
 from restorekv.prompt import Context
 
 FORMAT = "restorekv-cache"
-VERSION = 1
+VERSION = 2
 BLANK = "0" * 64
 BLOCK = 1 << 20
 
@@ -41,6 +41,9 @@ class Manifest:
     ratio: str  # exact fraction, as "1/20"
     prefix_policy: str
     on_tight: str
+    allocation: str
+    restore_from: str
+    offset: int
     evictor: str
     adapter: dict | None  # source and hash of the restore adapter
     pairs: int  # what the budget counts
@@ -100,7 +103,7 @@ def read(path: str | Path, device: str | torch.device = "cpu") -> tuple[RaggedCa
     context = Context(
         tensors["context_ids"].cpu().long(), known.prefix, tensors["suffix_ids"].cpu().long(), suffix_text
     )
-    return unpack(tensors, context.positions), context, known
+    return unpack(tensors, context.positions + known.offset), context, known
 
 
 def verify(path: Path) -> dict:

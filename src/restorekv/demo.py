@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from rich.table import Table
@@ -26,7 +27,8 @@ def side_by_side(
     questions = [question.text for question in asked]
     columns: dict[str, list[str]] = {"true": [question.target for question in asked]}
     for evictor, source in adapters.items():
-        eviction = Eviction.make(evictor, load_adapter(model, source, evictor))
+        eviction = Eviction.make(evictor)
+        eviction = replace(eviction, adapter=load_adapter(model, source, eviction))
         with torch.no_grad():
             prepared = eviction.prepare(model, tokenizer, document.text)
         caches = {"full cache": prepared.at(1, restored=False)} if len(columns) == 1 else {}

@@ -7,7 +7,7 @@ interval is a 95 % bootstrap over documents, so questions of one document count 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,12 +16,13 @@ import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.budget import OnTight, PrefixPolicy
+from restorekv import evictors
 from restorekv.bundled.world import FAMILIES, Document
 from restorekv.cache import RaggedCache
-from restorekv.compression import Eviction, Prepared, counted_pairs, load_adapter
+from restorekv.compression import Eviction, load_adapter
 from restorekv.generate import ask
 from restorekv.models import model_fingerprint, model_name, rope_fingerprint
+from restorekv.prepared import PLAIN, Conventions, Prepared
 from restorekv.restore import RestoreAdapter
 
 RATIOS = (0.4, 0.2, 0.1, 0.05)
@@ -86,8 +87,7 @@ def evaluate(
     documents: Sequence[Document],
     adapters: Mapping[str, RestoreAdapter | str | Path | None],
     ratios: Sequence[float] = RATIOS,
-    prefix_policy: PrefixPolicy = "free",
-    on_tight: OnTight = "error",
+    conventions: Conventions = PLAIN,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
     """Ask every document its questions from the full cache and from each compressed one.
@@ -97,9 +97,10 @@ def evaluate(
     cells: dict[Key, Cell] = {FULL: Cell()}
     described: dict[str, dict | None] = {}
     for turn, (evictor, source) in enumerate(adapters.items()):
-        adapter = load_adapter(model, source, evictor)
+        base = Eviction(evictors.make(evictor), None, conventions)
+        adapter = load_adapter(model, source, base)
         with torch.no_grad():
-            eviction = Eviction.make(evictor, adapter, prefix_policy, on_tight)
+            eviction = replace(base, adapter=adapter)
             described[evictor] = adapter.identity() if adapter else None
             keys = [
                 (evictor, restored, ratio) for restored in ((False, True) if adapter else (False,)) for ratio in ratios
@@ -114,7 +115,7 @@ def evaluate(
                         cells[key], model, tokenizer, prepared, prepared.at(key[2], restored=key[1]), index, document
                     )
                 progress(turn * len(documents) + index + 1, len(adapters) * len(documents))
-    return Evaluation(cells, conventions(model, described, prefix_policy, on_tight, len(documents)))
+    return Evaluation(cells, recorded(model, described, conventions, len(documents)))
 
 
 def record(
@@ -128,7 +129,7 @@ def record(
             Answer(index, question.family, question.text, prediction.strip(), question.score(prediction))
         )
     cell.pairs_held.append(cache.pairs)
-    cell.pairs.append(counted_pairs(cache, prepared.context, prepared.prefix_policy))
+    cell.pairs.append(prepared.conventions.counted_pairs(cache, prepared.context))
     cell.bytes.append(cache.nbytes)
 
 
@@ -172,16 +173,15 @@ def tally(answers: Sequence[Answer]) -> tuple[np.ndarray, np.ndarray]:
     return sums, counts
 
 
-def conventions(model, adapters: dict, prefix_policy: str, on_tight: str, documents: int) -> dict:
+def recorded(model, adapters: dict, conventions: Conventions, documents: int) -> dict:
     """Everything a reader needs to compare these figures with others."""
     return {
         "model": model_name(model),
         "fingerprint": model_fingerprint(model),
         "dtype": str(model.dtype).removeprefix("torch."),
         "rope": rope_fingerprint(model.config),
-        "prefix_policy": prefix_policy,
-        "on_tight": on_tight,
-        "budget": "B = floor(r T L H), exact; allocation global over L, H, T",
+        **conventions.described(),
+        "budget": "B = floor(r T L H), exact",
         "adapters": adapters,
         "suite": "bundled",
         "documents": documents,

@@ -123,12 +123,13 @@ def generate_inputs(
 ) -> dict[str, Tensor]:
     """Inputs for model.generate(**inputs, past_key_values=cache.fork()).
 
-    As always with a filled cache, ids and mask span everything seen: context, one placeholder per restore token,
-    question. The answer is result[:, input_ids.shape[1]:].
+    As always with a filled cache, ids and mask span everything seen: context, one placeholder per restore token or
+    position of an offset, question. The answer is result[:, input_ids.shape[1]:].
     """
     asked = question_ids(tokenizer, context, question, answer_prefix)
     placeholder = tokenizer.pad_token_id or 0
-    ids = torch.cat([context.ids, asked.new_full((1, cache.restore), placeholder), asked], -1)
+    between = cache.positions - context.positions + cache.restore
+    ids = torch.cat([context.ids, asked.new_full((1, between), placeholder), asked], -1)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 

@@ -28,9 +28,9 @@ class PassingLayer(DynamicLayer):
     Nothing has to be cut back after a pass, and of all layers just one holds the joined copy at a time.
     """
 
-    def __init__(self, dense: DynamicLayer) -> None:
+    def __init__(self, dense: DynamicLayer, columns: int | None = None) -> None:
         super().__init__()
-        self.keys, self.values = dense.keys, dense.values
+        self.keys, self.values = dense.keys[..., :columns, :], dense.values[..., :columns, :]
         self.dtype, self.device = dense.keys.dtype, dense.keys.device
         self.is_initialized = True
 
@@ -39,6 +39,6 @@ class PassingLayer(DynamicLayer):
         return torch.cat([self.keys, key_states], dim=-2), torch.cat([self.values, value_states], dim=-2)
 
 
-def passing(full: DynamicCache) -> Cache:
-    """A cache for passes that read `full` and leave no trace in it, whatever happens to them."""
-    return Cache(layers=[PassingLayer(layer) for layer in full.layers])
+def passing(full: DynamicCache, columns: int | None = None) -> Cache:
+    """A cache for passes that read `full`, or its first `columns`, and leave no trace in it, whatever happens."""
+    return Cache(layers=[PassingLayer(layer, columns) for layer in full.layers])

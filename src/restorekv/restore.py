@@ -21,7 +21,8 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from restorekv import adapter_file
 from restorekv.adapter_file import Card, Stored
@@ -33,7 +34,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 class RestoreAdapter(nn.Module):
-    """`embeddings` (n, d) and the LoRA of every target layer, float32, trainable; `parameters()` are just these.
+    """`embeddings` (n, d) and the LoRA of every target layer, float32, trainable unless fixed; nothing else.
 
     It works on the one `model` it was made for. Several adapters of one model do not disturb each other.
     """
@@ -42,7 +43,7 @@ class RestoreAdapter(nn.Module):
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig, embeddings: Tensor, card: Card) -> None:
         super().__init__()
-        self.embeddings = nn.Parameter(embeddings.to(model.device, torch.float32))
+        self.embeddings = nn.Parameter(embeddings.to(model.device, torch.float32), card.embeddings == "learned")
         self.config, self.card = config, card
         layers = build(model, config)
         self.tensors = {
@@ -66,19 +67,27 @@ class RestoreAdapter(nn.Module):
         alpha: float = 16.0,
         targets: Sequence[str] = TARGETS,
         seed: int = 0,
+        fixed: int | None = None,
     ) -> RestoreAdapter:
-        """An untrained adapter: embeddings of n tokens of the vocabulary drawn with `seed`, LoRA that adds zero."""
+        """An untrained adapter: embeddings of n tokens of the vocabulary drawn with `seed`, LoRA that adds zero.
+
+        Controls of the paper: with `fixed`, all n embeddings are that token's and are never trained; with no `targets`
+        there is no LoRA.
+        """
         if n < 1 or rank < 1:
             raise AdapterError(f"A restore adapter needs at least one token and rank 1, not {n} and {rank}.")
+        if fixed is not None and not targets:
+            raise AdapterError("Fixed embeddings without LoRA leave nothing to train; give LoRA targets or learn them.")
         config = LoraConfig(
             r=rank, lora_alpha=alpha, target_modules=sorted(targets), lora_dropout=0.0, bias="none",
             task_type="CAUSAL_LM", base_model_name_or_path=model_name(model), inference_mode=True,
         )  # fmt: skip
         table = model.get_input_embeddings().weight.detach()
         card = Card(model_name(model), model_fingerprint(model), rope_fingerprint(model.config), n)
+        card = replace(card, embeddings="learned" if fixed is None else "fixed")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            rows = torch.randint(len(table), (n,))
+            rows = torch.randint(len(table), (n,)) if fixed is None else torch.full((n,), fixed)
             return cls(model, config, table[rows.to(table.device)].float().clone(), card)
 
     @classmethod
@@ -97,7 +106,7 @@ class RestoreAdapter(nn.Module):
         adapter = cls(model, stored.config, stored.embeddings, stored.card or fresh)
         adapter.load_lora(name, stored.lora)
         if evictor is not None:
-            adapter.check_evictor(evictor)
+            adapter.check_use(evictor)
         return adapter
 
     @property
@@ -120,33 +129,49 @@ class RestoreAdapter(nn.Module):
             for parent, name, layer in self._places:
                 setattr(parent, name, layer.get_base_layer())
 
-    def append(self, full: DynamicCache) -> None:
-        """One pass of the n tokens over `full` (S + T columns), which grows by theirs. Gradients reach E and LoRA."""
-        first, dtype = full.get_seq_length(), self.model.dtype
-        positions = torch.arange(first, first + self.restore_tokens, device=self.embeddings.device)
+    def append(self, full: Cache, count: int | None = None) -> None:
+        """One pass of the n tokens, or the first `count`, over `full`, which grows by their pairs.
+
+        `full` is a dense cache of S + T columns or an evicted one. Gradients reach E and LoRA.
+        """
+        first, embeddings = full.get_seq_length(), self.embeddings[:count].to(self.model.dtype)
+        positions = torch.arange(first, first + len(embeddings), device=embeddings.device)
         with self.active():
             decoder(self.model)(
-                inputs_embeds=self.embeddings.to(dtype)[None],
+                inputs_embeds=embeddings[None],
                 position_ids=positions[None],
                 past_key_values=full,
                 use_cache=True,
             )
 
     def describe(
-        self, *, evictor: str, prefix_policy: str | None = None, ratio_range: tuple[float, float] | None = None
+        self,
+        *,
+        evictor: str,
+        prefix_policy: str | None = None,
+        ratio_range: tuple[float, float] | None = None,
+        allocation: str = "global",
+        restore_from: str = "full",
     ) -> None:
         """Records what the adapter is being trained with."""
-        self.card = replace(self.card, evictor=evictor, prefix_policy=prefix_policy, ratio_range=ratio_range)
+        self.card = replace(
+            self.card, evictor=evictor, prefix_policy=prefix_policy, ratio_range=ratio_range,
+            allocation=allocation, restore_from=restore_from,
+        )  # fmt: skip
 
-    def check_evictor(self, evictor: str) -> None:
-        """An adapter restores what its own evictor loses; with another one it may do worse than none."""
-        trained = self.card.evictor
-        if trained is not None and trained != evictor:
-            warnings.warn(
-                f"The adapter was trained with the evictor {trained}, not {evictor}; expect worse answers.",
-                RestoreKVWarning,
-                stacklevel=2,
-            )
+    def check_use(self, evictor: str, allocation: str = "global", restore_from: str = "full") -> None:
+        """An adapter restores what its own eviction loses; with another one it may do worse than none."""
+        card = self.card
+        if card.evictor is None:
+            return
+        for what, trained, used in (
+            ("evictor", card.evictor, evictor),
+            ("allocation", card.allocation, allocation),
+            ("restore pass over the cache", card.restore_from, restore_from),
+        ):
+            if trained != used:
+                message = f"The adapter was trained with the {what} {trained}, not {used}; expect worse answers."
+                warnings.warn(message, RestoreKVWarning, stacklevel=2)
 
     def trainable_state(self) -> dict[str, Tensor]:
         """Copies of everything that training changes, by name."""
@@ -169,6 +194,8 @@ class RestoreAdapter(nn.Module):
             "evictor": self.card.evictor,
             "prefix_policy": self.card.prefix_policy,
             "ratio_range": self.card.ratio_range and list(self.card.ratio_range),
+            "allocation": self.card.allocation,
+            "restore_from": self.card.restore_from,
         }
 
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
@@ -197,6 +224,8 @@ class RestoreAdapter(nn.Module):
 
 def build(model: PreTrainedModel, config: LoraConfig) -> dict[str, LoraLayer]:
     """PEFT's layers around the targets, by module name, float32; the model is handed back as it was."""
+    if config.target_modules is not None and not config.target_modules:
+        return {}
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         raise AdapterError("The model carries PEFT adapters already; merge or unload them first.")
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]

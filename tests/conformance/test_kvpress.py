@@ -16,10 +16,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from restorekv.allocate import exact_top
 from restorekv.budget import Budget
 from restorekv.cache import RaggedCache
 from restorekv.compression import Eviction
-from restorekv.evictors.allocate import exact_top
 from restorekv.generate import ask
 from restorekv.models import load_model
 from restorekv.prompt import make_context, question_ids

@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from restorekv.atomic import check_target, write_json
 from restorekv.budget import exact_ratio
+from restorekv.cli import options
 from restorekv.cli.session import figures_table, notes, open_model, output, read_text
 from restorekv.compressed import CompressedContext, size
 from restorekv.compression import Eviction, compress
@@ -24,22 +25,25 @@ def run(
         str | None, typer.Option(help="Share of the KV pairs to hold, in (0, 1]; 0.1 unless given.")
     ] = None,
     tokens_per_head: Annotated[int | None, typer.Option(help="Instead of a ratio: pairs per head, on average.")] = None,
-    evictor: Annotated[str, typer.Option(help="kvzip or kvzip+.")] = "kvzip",
+    evictor: Annotated[str, typer.Option(help=options.EVICTOR_HELP)] = "kvzip",
     adapter: Annotated[str, typer.Option(help="auto (the bundled model's own), none, a folder or a hub id.")] = "auto",
-    model: Annotated[str, typer.Option(help="bundled, a model folder or a hub id.")] = "bundled",
-    prefix_policy: Annotated[
-        str, typer.Option(help="free: the chat prefix is kept and not counted; counted.")
-    ] = "free",
-    on_tight: Annotated[
-        str, typer.Option(help="When the restore tokens exceed the budget: error, fewer or clip.")
-    ] = "error",
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    model: options.Model = "bundled",
+    prefix_policy: options.PrefixPolicy = "free",
+    on_tight: options.OnTight = "error",
+    allocation: options.Allocation = "global",
+    restore_from: options.RestoreFrom = "full",
+    offset: options.Offset = 0,
+    device: options.Device = "cpu",
+    dtype: options.Dtype = "auto",
     json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
 ) -> None:
     if ratio is not None and tokens_per_head is not None:
         raise BudgetError("Give either --ratio or --tokens-per-head, not both.")
-    Eviction.make(evictor, None, prefix_policy, on_tight)
+    conventions = {
+        "prefix_policy": prefix_policy, "on_tight": on_tight, "allocation": allocation,
+        "restore_from": restore_from, "offset": offset,
+    }  # fmt: skip
+    Eviction.make(evictor, **conventions)
     ratio = None if ratio is None else exact_ratio(ratio)
     for target in filter(None, (out, json)):
         check_target(target)
@@ -55,9 +59,8 @@ def run(
             ratio=ratio,
             tokens_per_head=tokens_per_head,
             adapter=None if adapter == "none" else adapter,
-            prefix_policy=prefix_policy,
-            on_tight=on_tight,
             progress=status.update,
+            **conventions,
         )
         seconds = time.perf_counter() - begun
         status.update("saving")

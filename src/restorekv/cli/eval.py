@@ -6,13 +6,15 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from restorekv import evictors
 from restorekv.atomic import check_target, write_json
 from restorekv.budget import exact_ratio
 from restorekv.bundled.suite import documents
+from restorekv.cli import options
 from restorekv.cli.session import notes, open_model, output
-from restorekv.compression import Eviction
 from restorekv.errors import RestoreKVError
 from restorekv.evaluate import RATIOS, evaluate
+from restorekv.prepared import Conventions
 from restorekv.tables import held, payload, scores
 
 DEFAULT_RATIOS = tuple(map(str, RATIOS))
@@ -21,35 +23,35 @@ DEFAULT_RATIOS = tuple(map(str, RATIOS))
 def run(
     evictor: Annotated[
         list[str],
-        typer.Option(help="NAME or NAME=ADAPTER (a folder, a hub id, auto, none); repeatable."),
+        typer.Option(help="SPEC or SPEC@ADAPTER (a folder, a hub id, auto, none); repeatable. " + options.EVICTOR_HELP),
     ] = ("kvzip", "kvzip+"),
     ratio: Annotated[list[str], typer.Option(help="A ratio in (0, 1]; repeatable.")] = DEFAULT_RATIOS,
     count: Annotated[int, typer.Option(min=1, help="Held-out documents.")] = 52,
     seed: Annotated[int, typer.Option(help="Which held-out documents.")] = 0,
     split: Annotated[str, typer.Option(help="test, or another name for other documents.")] = "test",
-    model: Annotated[str, typer.Option(help="bundled, a model folder or a hub id.")] = "bundled",
-    prefix_policy: Annotated[
-        str, typer.Option(help="free: the chat prefix is kept and not counted; counted.")
-    ] = "free",
-    on_tight: Annotated[
-        str, typer.Option(help="When the restore tokens exceed the budget: error, fewer or clip.")
-    ] = "error",
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    model: options.Model = "bundled",
+    prefix_policy: options.PrefixPolicy = "free",
+    on_tight: options.OnTight = "error",
+    allocation: options.Allocation = "global",
+    restore_from: options.RestoreFrom = "full",
+    offset: options.Offset = 0,
+    device: options.Device = "cpu",
+    dtype: options.Dtype = "auto",
     json: Annotated[Path | None, typer.Option(help="Write rows, conventions and every answer here.")] = None,
 ) -> None:
     if split.startswith("restore"):
         raise RestoreKVError(f"The split {split!r} is for training; evaluate on another one.")
     ratios = [float(exact_ratio(value)) for value in ratio]
     adapters = dict(adapter_of(value) for value in evictor)
+    conventions = Conventions.make(prefix_policy, on_tight, allocation, restore_from, offset)
     for name in adapters:
-        Eviction.make(name, None, prefix_policy, on_tight)
+        evictors.make(name)
     if json:
         check_target(json)
     loaded, tokenizer = open_model(model, dtype, device)
     made = documents(tokenizer, count, split, seed)
     with bar("asking held-out documents") as progress:
-        result = evaluate(loaded, tokenizer, made, adapters, ratios, prefix_policy, on_tight, progress)
+        result = evaluate(loaded, tokenizer, made, adapters, ratios, conventions, progress)
     output.print(scores(result))
     output.print(held(result))
     if json:
@@ -57,8 +59,8 @@ def run(
 
 
 def adapter_of(value: str) -> tuple[str, str | None]:
-    """`kvzip` -> its shipped adapter; `kvzip=FOLDER`; `kvzip=none` -> the base alone."""
-    name, _, source = value.partition("=")
+    """`kvzip` -> its shipped adapter; `kvzip@FOLDER`; `kvzip@none` -> the base alone."""
+    name, _, source = value.partition("@")
     return name, None if source == "none" else source or "auto"
 
 

@@ -16,12 +16,15 @@ from restorekv.train.data import Example, bundled_examples, read_examples
 from restorekv.train.loop import TrainConfig, train
 
 HELP = {
-    "evictor": "kvzip or kvzip+: whose losses to restore.",
+    "evictor": "Whose losses to restore, with its settings: kvzip, snapkv:window=64.",
     "prefix_policy": "free: the chat prefix is kept and not counted; counted.",
+    "allocation": "Which pairs compete: global, per-layer, per-head or adakv.",
+    "restore_from": "full, or evicted: a control whose restore pass reads the evicted cache.",
     "restore_tokens": "n, how many restore tokens.",
     "rank": "Rank of the LoRA.",
     "alpha": "The LoRA's scale is alpha / rank.",
-    "targets": "Linear layers that get a LoRA, with commas between.",
+    "targets": "Linear layers that get a LoRA, with commas between; none for a control without LoRA.",
+    "embeddings": "learned, or fixed: a control with n line breaks.",
     "lr": "Highest learning rate.",
     "weight_decay": "Weight decay of AdamW.",
     "warmup": "Steps of linear warm-up before the cosine.",
@@ -52,7 +55,8 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoint.")] = False,
     **settings: Any,
 ) -> None:
-    config = TrainConfig(**{**settings, "targets": tuple(settings["targets"].split(","))})
+    targets = () if settings["targets"] == "none" else tuple(settings["targets"].split(","))
+    config = TrainConfig(**{**settings, "targets": targets})
     if shortest > longest:
         raise RestoreKVError(f"--shortest {shortest} is more than --longest {longest}; swap them.")
     if out.exists() and not out.is_dir():

@@ -1,14 +1,20 @@
 """What an evictor is: scores for every pair of a context, computed without seeing a question."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv import spec
+from restorekv.probe import LayerProbe
 from restorekv.prompt import Context
+
+Watch = Callable[[LayerProbe], None]
 
 
 @dataclass(frozen=True)
@@ -17,6 +23,31 @@ class Evictor(ABC):
 
     name: ClassVar[str]
 
+    @property
+    def spec(self) -> str:
+        """The shortest spec that makes this evictor."""
+        return spec.write(self.name, self)
+
+    def watch(self, model: PreTrainedModel, context: Context) -> Watch | None:
+        """A fresh object that is called with every layer's probe while the context is prefilled, in chunks of any
+        size, and then handed to `score`; None for methods that need no look at the prefill."""
+        return None
+
     @abstractmethod
-    def score(self, model: PreTrainedModel, tokenizer: Tokenizer, context: Context, full: DynamicCache) -> Tensor:
+    def score(
+        self, model: PreTrainedModel, tokenizer: Tokenizer, context: Context, full: DynamicCache, watched: Any = None
+    ) -> Tensor:
         """(L, H, T) float32 for the T tokens after the prefix, higher = keep; `full` (S + T) stays as it is."""
+
+
+def pin(scores: Tensor, columns: Iterable[int]) -> Tensor:
+    """Scores (L, H, T) with `columns` above all others, in every head, the last named highest.
+
+    The order decides what stays when a budget is smaller than what is pinned: the same columns in all heads.
+    """
+    columns = list(columns)
+    scores = scores.clone()
+    if columns:
+        above = torch.arange(1, len(columns) + 1, dtype=scores.dtype, device=scores.device)
+        scores[..., columns] = scores.max() + above
+    return scores

@@ -20,6 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.errors import RestoreKVError
+from restorekv.evictors.attend import BLOCK, attention_blocks
 from restorekv.evictors.base import Evictor
 from restorekv.models import CacheShape, decoder
 from restorekv.prefill import passing
@@ -29,7 +30,6 @@ from restorekv.prompt import Context, encode
 FIRST = "\n\nRepeat the previous context exactly."
 LATER = "\n\nRepeat the part of the previous context exactly, starting with"
 HINT = 8  # ids of the previous chunk that tell where a later one starts
-BLOCK = 1 << 22  # entries of A held at once
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,9 @@ class KVzip(Evictor):
             raise RestoreKVError(f"{self.name} takes chunk >= 1 and sinks >= 0, not {self.chunk} and {self.sinks}.")
 
     @torch.no_grad()
-    def score(self, model: PreTrainedModel, tokenizer: Tokenizer, context: Context, full: DynamicCache) -> Tensor:
+    def score(
+        self, model: PreTrainedModel, tokenizer: Tokenizer, context: Context, full: DynamicCache, watched: None = None
+    ) -> Tensor:
         """One pass over the full cache for every chunk; each writes the chunk's columns of (L, H, T)."""
         shape = CacheShape.of(model)
         scores = torch.zeros(shape.layers, shape.heads, context.tokens, device=model.device)
@@ -88,26 +90,14 @@ def repetitions(tokenizer: Tokenizer, context: Context, chunk: int) -> Iterator[
 def column_maxima(
     probe: LayerProbe, start: int, end: int, sinks: int, row_weight: Tensor | None = None, block: int = BLOCK
 ) -> Tensor:
-    """max over rows j of A_ji * row_weight_j for the columns i in [start, end): (H, G, end - start) float32.
-
-    A row's softmax needs that row alone, so rows (of all G query heads) are taken a block at a time, and a block
-    needs no key of the pass beyond its own last row.
-    """
-    heads, groups, rows, dim = probe.query.shape
+    """max over rows j of A_ji * row_weight_j for the columns i in [start, end): (H, G, end - start) float32."""
+    rows = probe.query.shape[2]
     before, own = probe.key[:, start:end], probe.key[:, probe.key.shape[1] - rows :]
-    keys = torch.cat([probe.key[:, :sinks], before, own], 1).float()  # (H, sinks + m + Q, D)
-    fixed = sinks + end - start
-    step = max(block // (heads * groups * keys.shape[1]), 1)
-    best = keys.new_zeros(heads, groups, end - start)
-    for low in range(0, rows, step):
-        high = min(low + step, rows)
-        query = probe.query[:, :, low:high].float().flatten(1, 2)  # (H, G * block, D)
-        logits = query @ keys[:, : fixed + high].transpose(1, 2) / dim**0.5
-        logits = logits.unflatten(1, (groups, -1))  # (H, G, block, columns)
-        later = torch.ones(high - low, high - low, dtype=torch.bool, device=logits.device).triu(1)
-        logits[..., fixed + low :].masked_fill_(later, float("-inf"))
-        weights = logits.softmax(-1)[..., sinks:fixed]
+    keys = torch.cat([probe.key[:, :sinks], before, own], 1)  # (H, sinks + m + Q, D)
+    best = torch.zeros(*probe.query.shape[:2], end - start, device=keys.device)
+    for low, high, weights in attention_blocks(probe.query, keys, block):
+        columns = weights[..., sinks : sinks + end - start]
         if row_weight is not None:
-            weights = weights * row_weight[low:high, None]
-        best = torch.maximum(best, weights.amax(2))
+            columns = columns * row_weight[low:high, None]
+        best = torch.maximum(best, columns.amax(2))
     return best

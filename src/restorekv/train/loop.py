@@ -25,8 +25,10 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.budget import PrefixPolicy
-from restorekv.compression import Eviction, Prepared
+from restorekv.compression import Eviction
 from restorekv.errors import RestoreKVError
+from restorekv.prepared import Prepared, RestoreFrom, one_of
+from restorekv.prompt import encode
 from restorekv.restore import RestoreAdapter
 from restorekv.train.data import Example
 from restorekv.train.distill import symmetric_kl
@@ -39,10 +41,13 @@ class TrainConfig:
 
     evictor: str = "kvzip"
     prefix_policy: PrefixPolicy = "free"
+    allocation: str = "global"
+    restore_from: RestoreFrom = "full"
     restore_tokens: int = 8  # n
     rank: int = 8
     alpha: float = 16.0
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    embeddings: str = "learned"  # or "fixed": those of a line break
     lr: float = 2e-4
     weight_decay: float = 0.01
     warmup: int = 50
@@ -58,7 +63,8 @@ class TrainConfig:
     checkpoint_every: int = 50
 
     def __post_init__(self) -> None:
-        Eviction.make(self.evictor, None, self.prefix_policy)
+        self.eviction()
+        one_of("embeddings", self.embeddings, ("learned", "fixed"))
         for name in ("restore_tokens", "rank", "steps", "contexts", "questions", "max_new_tokens", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise RestoreKVError(f"{name} is a number of at least 1, not {getattr(self, name)}.")
@@ -69,6 +75,11 @@ class TrainConfig:
             raise RestoreKVError(
                 f"Training ratios need 0 < ratio_min <= ratio_max <= 1, not {self.ratio_min:g} and {self.ratio_max:g}."
             )
+
+    def eviction(self) -> Eviction:
+        """What the adapter is trained to restore; contexts too short for n restore tokens get fewer."""
+        conventions = {"allocation": self.allocation, "restore_from": self.restore_from}
+        return Eviction.make(self.evictor, prefix_policy=self.prefix_policy, on_tight="fewer", **conventions)
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -95,7 +106,7 @@ class Lessons:
 
     def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, examples: list[Example], config: TrainConfig):
         self.model, self.tokenizer, self.examples, self.config = model, tokenizer, examples, config
-        self.eviction = Eviction.make(config.evictor, prefix_policy=config.prefix_policy, on_tight="fewer")
+        self.eviction = config.eviction()
         self.kept: dict[int, tuple[Prepared, list[Lesson]]] = {}
 
     def __getitem__(self, index: int) -> tuple[Prepared, list[Lesson]]:
@@ -146,10 +157,8 @@ def train(
         raise RestoreKVError("There is nothing to train on; give at least one example.")
     folder.mkdir(parents=True, exist_ok=True)
     model.requires_grad_(False)
-    adapter = RestoreAdapter.create(
-        model, config.restore_tokens, rank=config.rank, alpha=config.alpha, targets=config.targets, seed=config.seed
-    )
-    parameters = list(adapter.parameters())
+    adapter = fresh_adapter(model, tokenizer, config)
+    parameters = [parameter for parameter in adapter.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=config.lr, betas=(0.9, 0.999), weight_decay=config.weight_decay)
     start = restart(folder, config, adapter, optimizer) if resume else begin(folder)
     lessons = Lessons(model, tokenizer, examples, config)
@@ -166,12 +175,23 @@ def train(
                 file.flush()
                 checkpoint(folder, config, adapter, optimizer, step + 1)
     adapter.describe(
-        evictor=config.evictor,
+        evictor=lessons.eviction.evictor.spec,
         prefix_policy=config.prefix_policy,
         ratio_range=(config.ratio_min, config.ratio_max),
+        allocation=lessons.eviction.conventions.allocation.spec,
+        restore_from=config.restore_from,
     )
     adapter.save_pretrained(folder / "adapter")
     return adapter
+
+
+def fresh_adapter(model: PreTrainedModel, tokenizer: Tokenizer, config: TrainConfig) -> RestoreAdapter:
+    """The adapter before its first step."""
+    fixed = int(encode(tokenizer, "\n")[0, -1]) if config.embeddings == "fixed" else None
+    return RestoreAdapter.create(
+        model, config.restore_tokens, rank=config.rank, alpha=config.alpha, targets=config.targets, seed=config.seed,
+        fixed=fixed,
+    )  # fmt: skip
 
 
 def take_step(model, adapter, lessons, config, step, optimizer, parameters) -> float:

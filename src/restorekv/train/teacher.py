@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache import RaggedCache
-from restorekv.compression import Prepared
 from restorekv.generate import answer_ids, stop_ids
 from restorekv.models import decoder
+from restorekv.prepared import Prepared
 from restorekv.prompt import encode, question_ids
 from restorekv.train.data import Example
 from restorekv.train.distill import answer_rows

@@ -1,0 +1,134 @@
+"""Scores and a count -> the pairs that stay (Eq. 3: Evict(C, s, B) keeps exactly B), apart from how they were scored.
+
+Every allocation keeps exactly the count, for any scores; of equal scores the lower (layer, head, position) wins, so
+that ties can neither miss the budget nor differ between devices. Where a count does not divide, the first layers or
+heads get one more.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from restorekv import spec
+from restorekv.errors import RestoreKVError
+
+
+@dataclass(frozen=True)
+class Allocation(ABC):
+    """Which pairs compete with which."""
+
+    name: ClassVar[str]
+    rectangular: ClassVar[bool] = False  # whole tokens per head, so that every head keeps the same number
+
+    @property
+    def spec(self) -> str:
+        return spec.write(self.name, self)
+
+    @abstractmethod
+    def __call__(self, scores: Tensor, pairs: int) -> Tensor:
+        """scores (L, H, T) -> a mask of the same shape with exactly `pairs` set."""
+
+
+@dataclass(frozen=True)
+class Global(Allocation):
+    """One ranking over all layers and heads, as KVzip and the paper; a head may end up empty."""
+
+    name: ClassVar[str] = "global"
+
+    def __call__(self, scores: Tensor, pairs: int) -> Tensor:
+        return exact_top(scores, pairs)
+
+
+GLOBAL = Global()
+
+
+@dataclass(frozen=True)
+class PerLayer(Allocation):
+    """One ranking in each layer, over its heads; layers keep the same number."""
+
+    name: ClassVar[str] = "per-layer"
+
+    def __call__(self, scores: Tensor, pairs: int) -> Tensor:
+        counts = even(pairs, len(scores), scores.numel())
+        return torch.stack([exact_top(layer, count) for layer, count in zip(scores, counts, strict=True)])
+
+
+@dataclass(frozen=True)
+class PerHead(Allocation):
+    """One ranking in each head, as SnapKV and H2O were published; a rectangle when the count divides."""
+
+    name: ClassVar[str] = "per-head"
+    rectangular: ClassVar[bool] = True
+
+    def __call__(self, scores: Tensor, pairs: int) -> Tensor:
+        heads = scores.flatten(0, 1)
+        counts = even(pairs, len(heads), scores.numel())
+        return torch.stack([exact_top(head, count) for head, count in zip(heads, counts, strict=True)]).view_as(scores)
+
+
+@dataclass(frozen=True)
+class AdaKV(Allocation):
+    """Ada-KV (arXiv:2407.11550): a ranking in each layer, after each head has got a share of its even part for sure."""
+
+    name: ClassVar[str] = "adakv"
+
+    safeguard: float = 0.2
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.safeguard <= 1:
+            raise RestoreKVError(f"adakv takes a safeguard from 0 to 1, not {self.safeguard}.")
+
+    def __call__(self, scores: Tensor, pairs: int) -> Tensor:
+        counts = even(pairs, len(scores), scores.numel())
+        return torch.stack([self.layer(layer, count) for layer, count in zip(scores, counts, strict=True)])
+
+    def layer(self, scores: Tensor, pairs: int) -> Tensor:
+        """(H, T) -> mask: floor(safeguard * floor(pairs / H)) of each head first, the rest over the whole layer."""
+        sure = int(self.safeguard * (pairs // len(scores)))
+        keep = torch.stack([exact_top(head, sure) for head in scores])
+        others = (~keep).nonzero(as_tuple=True)
+        keep[others] = exact_top(scores[others], pairs - sure * len(scores))
+        return keep
+
+
+ALLOCATIONS: dict[str, type[Allocation]] = {
+    "global": Global,
+    "per-layer": PerLayer,
+    "per-head": PerHead,
+    "adakv": AdaKV,
+}
+
+
+def make(text: str) -> Allocation:
+    """An allocation from its spec: "global", "adakv:safeguard=0.3"."""
+    return spec.parse(text, ALLOCATIONS, "allocation")
+
+
+def even(pairs: int, parts: int, all_pairs: int) -> list[int]:
+    """`pairs` split as evenly as whole numbers allow, larger parts first."""
+    check_count(pairs, all_pairs)
+    whole, rest = divmod(pairs, parts)
+    return [whole + (part < rest) for part in range(parts)]
+
+
+def check_count(pairs: int, all_pairs: int) -> None:
+    if not 0 <= pairs <= all_pairs:
+        raise ValueError(f"cannot keep {pairs} of {all_pairs} pairs")
+
+
+def exact_top(scores: Tensor, pairs: int) -> Tensor:
+    """The `pairs` highest of scores of any shape, as a mask of that shape; ties go to the lower index."""
+    flat = scores.reshape(-1)
+    check_count(pairs, flat.numel())
+    if flat.isnan().any():
+        raise RestoreKVError("The scores are not numbers (NaN); load the model in bfloat16 or float32.")
+    if pairs == 0:
+        return torch.zeros_like(scores, dtype=torch.bool)
+    threshold = flat.kthvalue(flat.numel() - pairs + 1).values
+    keep = flat > threshold
+    ties = (flat == threshold).nonzero().squeeze(-1)
+    keep[ties[: pairs - int(keep.sum())]] = True
+    return keep.view_as(scores)

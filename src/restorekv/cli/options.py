@@ -1,0 +1,21 @@
+"""Options that several commands share, so that one name means one thing everywhere."""
+
+from typing import Annotated
+
+import typer
+
+from restorekv.allocate import ALLOCATIONS
+from restorekv.evictors import EVICTORS
+
+EVICTOR_HELP = f"{', '.join(EVICTORS)}; with settings as in snapkv:window=64,kernel=5."
+
+Model = Annotated[str, typer.Option(help="bundled, a model folder or a hub id.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+PrefixPolicy = Annotated[str, typer.Option(help="free: the chat prefix is kept and not counted; counted.")]
+OnTight = Annotated[str, typer.Option(help="When the restore tokens exceed the budget: error, fewer or clip.")]
+Allocation = Annotated[str, typer.Option(help=f"Which pairs compete: {', '.join(ALLOCATIONS)}.")]
+RestoreFrom = Annotated[
+    str, typer.Option(help="What the restore pass reads: full, or evicted (a control; its adapter is trained so).")
+]
+Offset = Annotated[int, typer.Option(min=0, help="Positions between context and question (a control, no adapter).")]

@@ -1,0 +1,36 @@
+"""Causal attention weights, a block of rows at a time: what scorers reduce, never a whole Q x K matrix."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+BLOCK = 1 << 22  # weights held at once
+
+
+def attention_blocks(query: Tensor, key: Tensor, block: int = BLOCK) -> Iterator[tuple[int, int, Tensor]]:
+    """query (H, G, Q, D), key (H, K, D), of which the last Q are the queries' own -> (low, high, weights).
+
+    weights (H, G, high - low, K - Q + high) float32 are the softmax of the rows [low, high) over every key that any
+    of them sees; a row needs no other row, so one pass over the blocks is exact. Logits are scaled by 1 / sqrt(D).
+    """
+    heads, groups, rows, dim = query.shape
+    before = key.shape[1] - rows
+    key = key.float()
+    step = max(block // (heads * groups * key.shape[1]), 1)
+    for low in range(0, rows, step):
+        high = min(low + step, rows)
+        part = query[:, :, low:high].float().flatten(1, 2)  # (H, G * rows, D)
+        logits = part @ key[:, : before + high].transpose(1, 2) / dim**0.5
+        logits = logits.unflatten(1, (groups, -1))
+        later = torch.ones(high - low, high - low, dtype=torch.bool, device=logits.device).triu(1)
+        logits[..., before + low :].masked_fill_(later, float("-inf"))
+        yield low, high, logits.softmax(-1)
+
+
+def over_groups(values: Tensor, how: str) -> Tensor:
+    """(H, G, ...) -> (H, ...): "max" or "mean" over the query heads that share a KV head."""
+    return values.amax(1) if how == "max" else values.mean(1)
+
+
+REDUCTIONS = ("max", "mean")

@@ -1,0 +1,75 @@
+"""H2O (arXiv:2306.14048), query-agnostic as in the paper's appendix: the most that any token of the context looks.
+
+    score_i = max over the causal queries j >= i of the prefill of softmax_i(q_j k_i / sqrt(D)).
+
+The maximum, not H2O's sum, is the appendix's. It is silent on the rest, so it is a setting: `groups` reduces the query
+heads of a KV head ("max", as in the code RestoreKV's authors published, or "mean"), and with diagonal=false a token's
+look at itself does not count. The softmax runs over every key a query sees, prefix included. No window is kept.
+
+Scored while the prefill runs. The T x T matrix never exists: a row's softmax needs that row alone, so column maxima are
+taken over blocks of rows.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv.errors import RestoreKVError
+from restorekv.evictors.attend import REDUCTIONS, attention_blocks, over_groups
+from restorekv.evictors.base import Evictor
+from restorekv.models import CacheShape
+from restorekv.probe import LayerProbe
+from restorekv.prompt import Context
+
+
+class ColumnMaxima:
+    """`best` (L, H, G, S + T) float32: the highest weight each column has had so far."""
+
+    def __init__(self, model: PreTrainedModel, context: Context, diagonal: bool) -> None:
+        shape = CacheShape.of(model)
+        self.best = torch.zeros(shape.layers, shape.heads, shape.groups, context.positions, device=model.device)
+        self.diagonal = diagonal
+
+    @torch.no_grad()
+    def __call__(self, probe: LayerProbe) -> None:
+        """One layer of one chunk of the prefill."""
+        before = probe.key.shape[1] - probe.query.shape[2]
+        for low, high, weights in attention_blocks(probe.query, probe.key):
+            if not self.diagonal:
+                weights.diagonal(before + low, dim1=-2, dim2=-1).zero_()
+            best = self.best[probe.layer, ..., : before + high]
+            torch.maximum(best, weights.amax(2), out=best)
+
+
+@dataclass(frozen=True)
+class H2O(Evictor):
+    """Maxima are held for each query head until the prefill is done: 4 * L * H * G * T bytes."""
+
+    name: ClassVar[str] = "h2o"
+
+    groups: str = "max"
+    diagonal: bool = True
+
+    def __post_init__(self) -> None:
+        if self.groups not in REDUCTIONS:
+            raise RestoreKVError(f"h2o takes groups=max|mean, not {self.groups}.")
+
+    def watch(self, model: PreTrainedModel, context: Context) -> ColumnMaxima:
+        return ColumnMaxima(model, context, self.diagonal)
+
+    def score(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        context: Context,
+        full: DynamicCache,
+        watched: ColumnMaxima | None = None,
+    ) -> Tensor:
+        """(L, H, T) in [0, 1]."""
+        if watched is None:
+            raise ValueError("h2o watches the prefill; pass what watch() returned")
+        return torch.stack([over_groups(best, self.groups) for best in watched.best[..., context.prefix :]])

@@ -1,0 +1,64 @@
+"""The record of a compression: everything that a reader of the cache file needs to know."""
+
+from __future__ import annotations
+
+import platform
+
+import peft
+import torch
+import transformers
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv import __version__
+from restorekv.budget import Budget
+from restorekv.cache import RaggedCache
+from restorekv.context_file import Manifest
+from restorekv.models import CacheShape, model_fingerprint, model_name, rope_fingerprint
+from restorekv.prepared import Prepared
+from restorekv.prompt import template_hash
+from restorekv.restore import RestoreAdapter
+
+
+def describe(
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    prepared: Prepared,
+    budget: Budget,
+    cache: RaggedCache,
+    seconds: dict[str, float],
+    evictor: str,
+    adapter: RestoreAdapter | None,
+) -> Manifest:
+    """`evictor` is the method's spec; pairs and bytes are those of `cache`."""
+    shape, context = CacheShape.of(model), prepared.context
+    columns = shape.layers * shape.heads * context.positions
+    element = cache.layers[0].context_keys.element_size()
+    return Manifest(
+        model=model_name(model),
+        fingerprint=model_fingerprint(model),
+        rope=rope_fingerprint(model.config),
+        template=template_hash(tokenizer),
+        dtype=str(model.dtype).removeprefix("torch."),
+        shape=vars(shape),
+        prefix=context.prefix,
+        tokens=context.tokens,
+        restore_tokens=budget.restore_tokens,
+        ratio=str(budget.ratio),
+        **{**prepared.conventions.described(), "on_tight": budget.on_tight},
+        evictor=evictor,
+        adapter=None if adapter is None else adapter.identity(),
+        pairs=prepared.conventions.counted_pairs(cache, context),
+        pairs_of_prefix=cache.pairs_of_prefix(context.prefix),
+        pairs_held=cache.pairs,
+        bytes_full=columns * 2 * shape.head_dim * element,
+        bytes_held=cache.nbytes,
+        seconds={phase: round(value, 4) for phase, value in seconds.items()},
+        versions={
+            "restorekv": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "peft": peft.__version__,
+            "python": platform.python_version(),
+        },
+    )
