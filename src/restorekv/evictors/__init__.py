@@ -2,6 +2,7 @@
 
 from restorekv import spec
 from restorekv.evictors.base import Evictor
+from restorekv.evictors.contrastkv import ContrastKV, ContrastKVSimple
 from restorekv.evictors.h2o import H2O
 from restorekv.evictors.kvzip import KVzip
 from restorekv.evictors.kvzip_plus import KVzipPlus
@@ -12,6 +13,8 @@ __all__ = ["EVICTORS", "Evictor", "make"]
 EVICTORS: dict[str, type[Evictor]] = {
     "kvzip": KVzip,
     "kvzip+": KVzipPlus,
+    "contrastkv": ContrastKV,
+    "contrastkv-simple": ContrastKVSimple,
     "snapkv": SnapKV,
     "h2o": H2O,
 }

@@ -1,0 +1,170 @@
+"""ContrastKV (Chen et al., ACL 2026, 2026.acl-long.417): what a repetition looks at, against what any text looks at.
+
+Two signals of shape (L, H, T) are collected over the whole context, chunk after chunk, and then fused once. Both are
+KVzip's column maxima (rows and query heads of the pass; softmax over sinks, chunk and the pass's own pairs):
+
+    S+  of a pass that reconstructs the chunk,
+    S-  of a pass of `noise` tokens drawn uniformly: columns that draw attention whatever is read.
+
+Head level, with quantiles of each signal over the T columns of one layer and head (linear between neighbours):
+
+    both at or above their (1 - beta)-quantile -> 1;  both at or below their beta-quantile -> 0;  the rest undecided.
+
+Layer level, for the undecided, with minima, maxima and ranks over the H * T pairs of one layer, decided ones included:
+
+    min(S+ + bump, max S+)
+
+where `bump` is what the two evictors differ in. A pair that is both high and low, as when nothing varies, gets 1.
+The noise comes from a generator of its own on the CPU, a new draw for every chunk in their order, so that a seed gives
+the same tokens on every device. The vocabulary is what the tokenizer names, special tokens included; rows that only
+pad the embedding table are left out.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv.errors import RestoreKVError
+from restorekv.evictors.kvzip import KVzip, Repetition, repetitions
+from restorekv.models import CacheShape, decoder
+from restorekv.prefill import passing
+from restorekv.probe import LayerProbe, probing
+from restorekv.prompt import Context
+
+MOST_NOISE = 128  # tokens of a noise pass in the paper
+
+
+@dataclass(frozen=True)
+class ContrastKV(KVzip):
+    """The definition of the ACL paper: S+ is KVzip's score, bump = gamma * (S- - min S-) / (max S- - min S-).
+
+    The paper's `beta`, `gamma` and `noise` are not visible to us: 0.10, 0.12 and 64 are those of `ContrastKVSimple`
+    (the paper has at most 128 tokens of noise). That the layer level normalises over a whole layer is our reading of
+    its name. Equal S- everywhere in a layer give no bump.
+    """
+
+    name: ClassVar[str] = "contrastkv"
+    lowest: ClassVar[int] = 0  # the first id of the noise
+
+    noise: int = 64
+    seed: int = 0
+    beta: float = 0.10
+    gamma: float = 0.12
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.noise <= MOST_NOISE or not 0 <= self.seed < 1 << 63:
+            raise RestoreKVError(
+                f"{self.name} takes noise from 1 to {MOST_NOISE} and seed from 0 to 2^63 - 1, "
+                f"not {self.noise} and {self.seed}."
+            )
+        if not 0 <= self.beta <= 0.5 or not 0 <= self.gamma < float("inf"):
+            raise RestoreKVError(
+                f"{self.name} takes beta from 0 to 0.5 and a finite gamma >= 0, not {self.beta} and {self.gamma}."
+            )
+
+    def score(
+        self, model: PreTrainedModel, tokenizer: Tokenizer, context: Context, full: DynamicCache, watched: None = None
+    ) -> Tensor:
+        """Two passes over the full cache for every chunk, then both levels."""
+        return self.fuse(*self.signals(model, tokenizer, context, full))
+
+    def signals(
+        self, model: PreTrainedModel, tokenizer: Tokenizer, context: Context, full: DynamicCache
+    ) -> tuple[Tensor, Tensor]:
+        """S+ and S-, (L, H, T) float32 each."""
+        passes = self.passes(tokenizer, context)
+        generator = torch.Generator().manual_seed(self.seed)
+        vocabulary = min(len(tokenizer), model.get_input_embeddings().num_embeddings)
+        noise = [
+            replace(part, ids=torch.randint(self.lowest, vocabulary, (1, self.noise), generator=generator))
+            for part in passes
+        ]
+        return self.maxima(model, context, full, passes), self.maxima(model, context, full, noise)
+
+    def passes(self, tokenizer: Tokenizer, context: Context) -> list[Repetition]:
+        """The reconstruction of every chunk."""
+        return list(repetitions(tokenizer, context, self.chunk))
+
+    @torch.no_grad()
+    def maxima(
+        self, model: PreTrainedModel, context: Context, full: DynamicCache, passes: Iterable[Repetition]
+    ) -> Tensor:
+        """(L, H, T): every pass writes the columns that it names."""
+        shape = CacheShape.of(model)
+        signal = torch.zeros(shape.layers, shape.heads, context.tokens, device=model.device)
+        for part in passes:
+            columns = signal[..., part.start - context.prefix : part.end - context.prefix]
+
+            def see(probe: LayerProbe, part: Repetition = part, columns: Tensor = columns) -> None:
+                columns[probe.layer] = self.chunk_scores(probe, part.start, part.end)
+
+            with probing(model, see):
+                decoder(model)(input_ids=part.ids.to(model.device), past_key_values=passing(full), use_cache=True)
+        return signal
+
+    def fuse(self, positive: Tensor, negative: Tensor) -> Tensor:
+        """S+ and S- -> scores, all (L, H, T)."""
+        highest = positive.amax((1, 2), keepdim=True)
+        scores = torch.minimum(positive + self.bump(positive, negative), highest)
+        low_p, high_p = quantiles(positive, self.beta, 1 - self.beta)
+        low_n, high_n = quantiles(negative, self.beta, 1 - self.beta)
+        scores = scores.masked_fill((positive <= low_p) & (negative <= low_n), 0.0)
+        return scores.masked_fill((positive >= high_p) & (negative >= high_n), 1.0)
+
+    def bump(self, positive: Tensor, negative: Tensor) -> Tensor:
+        """(L, H, T) >= 0."""
+        lowest, highest = negative.amin((1, 2), keepdim=True), negative.amax((1, 2), keepdim=True)
+        span = (highest - lowest).clamp_min(torch.finfo(negative.dtype).tiny)
+        return self.gamma * (negative - lowest) / span
+
+
+@dataclass(frozen=True)
+class ContrastKVSimple(ContrastKV):
+    """The simplification behind the ContrastKV rows of RestoreKV (arXiv:2608.01247; cvsp-lab/RestoreKV).
+
+    S+ is of a pass that reads the chunk again with no words around it; noise has ids from 5 up;
+    bump = gamma * (max S+ - min S+) * rank(S-) for pairs with S+ at or above its median in the layer and S- at or above
+    its 0.8-quantile there, and 0 for the others. Ours, where our description of that code is silent: the rank is the
+    share of the layer's other pairs with a smaller S-, from 0 to 1, so that ties rank alike and low; the clip at max S+
+    and the precedence of the head level are the paper's; sinks are KVzip's here.
+    """
+
+    name: ClassVar[str] = "contrastkv-simple"
+    lowest: ClassVar[int] = 5
+
+    chunk: int = 2000
+
+    def passes(self, tokenizer: Tokenizer, context: Context) -> list[Repetition]:
+        """Every chunk as it is."""
+        starts = range(context.prefix, context.positions, self.chunk)
+        ends = [min(start + self.chunk, context.positions) for start in starts]
+        return [Repetition(context.ids[:, start:end], start, end) for start, end in zip(starts, ends, strict=True)]
+
+    def bump(self, positive: Tensor, negative: Tensor) -> Tensor:
+        """(L, H, T) >= 0."""
+        flat, against = positive.flatten(1), negative.flatten(1)  # (L, H * T)
+        (median,), (top,) = quantiles(flat, 0.5), quantiles(against, 0.8)
+        smaller = torch.searchsorted(against.sort(-1).values, against)
+        rank = smaller / max(against.shape[-1] - 1, 1)
+        span = flat.amax(-1, keepdim=True) - flat.amin(-1, keepdim=True)
+        lifted = self.gamma * span * rank * ((flat >= median) & (against >= top))
+        return lifted.view_as(positive)
+
+
+def quantiles(values: Tensor, *levels: float) -> list[Tensor]:
+    """Along the last axis, which stays with length 1; linear between neighbours, and of any length.
+
+    The place among the sorted values is found in double precision: torch.quantile loses whole places on long axes.
+    """
+    ordered, last = values.sort(-1).values, values.shape[-1] - 1
+    found = []
+    for level in levels:
+        low, high = int(level * last), min(int(level * last) + 1, last)
+        found.append(ordered[..., [low]].lerp(ordered[..., [high]], level * last - low))
+    return found
