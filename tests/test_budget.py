@@ -73,3 +73,16 @@ def test_context_shorter_than_the_restore_tokens():
         Budget.of_ratio(1, 0, 2, 2)
     with pytest.raises(BudgetError, match="on_tight"):
         Budget.of_ratio(1, 5, 2, 2, 1, "whatever")
+
+
+@given(st.decimals(min_value="0.001", max_value=1, places=3), st.integers(1, 5000), st.integers(1, 16))
+def test_whole_tokens_give_every_head_the_same(ratio, tokens, heads):
+    budget = Budget.of_ratio(str(ratio), tokens, 3, heads, whole_tokens=True)
+    assert budget.total == (Fraction(ratio) * tokens // 1) * 3 * heads
+    assert 0 <= Budget.of_ratio(str(ratio), tokens, 3, heads).total - budget.total < 3 * heads
+
+
+def test_whole_tokens_leave_no_room_for_a_part_of_a_restore_token():
+    with pytest.raises(BudgetError, match="smallest workable ratio is 0.04"):
+        Budget.of_ratio("0.039", 100, 2, 2, 4, whole_tokens=True)
+    assert Budget.of_ratio("0.04", 100, 2, 2, 4, whole_tokens=True).retained == 0

@@ -12,7 +12,7 @@ FLOORS = [
     ["budget", "prompt", "cache", "atomic", "allocate"],
     ["attention"],
     ["models"],
-    ["prefill", "probe", "adapter_file"],
+    ["prefill", "probe", "adapter_file", "gate_file"],
     ["evictors", "restore"],
     ["prepared"],
     ["context_file", "generate"],
@@ -21,7 +21,8 @@ FLOORS = [
     ["compression", "survivors", "survivors_plot"],
     ["bundled"],
     ["train", "evaluate"],
-    ["tables", "demo", "bench"],
+    ["tables"],
+    ["groups", "demo", "bench"],
     ["cli"],
 ]
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")

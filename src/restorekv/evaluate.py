@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import evictors
-from restorekv.bundled.world import FAMILIES, Document
+from restorekv.bundled.world import FAMILIES, GROUPS, Document
 from restorekv.cache import RaggedCache
 from restorekv.compression import Eviction, load_adapter
 from restorekv.generate import ask
@@ -66,16 +66,20 @@ class Evaluation:
     def row(self, key: Key) -> dict:
         """A cell's score, interval and cost; for a restored cell also its paired gain over its base."""
         cell, (evictor, restored, ratio) = self.cells[key], key
-        score, low, high = interval(cell.answers)
         row = {
-            "evictor": evictor, "restored": restored, "ratio": ratio, "score": score, "low": low, "high": high,
-            "questions": len(cell.answers), "pairs": float(np.mean(cell.pairs)),
+            "evictor": evictor, "restored": restored, "ratio": ratio, **compared(cell.answers),
+            "pairs": float(np.mean(cell.pairs)),
             "pairs_with_prefix": float(np.mean(cell.pairs_held)), "bytes": float(np.mean(cell.bytes)),
             "families": family_means(cell.answers),
         }  # fmt: skip
-        base = self.cells.get((evictor, False, ratio))
-        if restored and base:
-            row["gain"], row["gain_low"], row["gain_high"] = interval(cell.answers, base.answers)
+        base = self.cells.get((evictor, False, ratio)) if restored else None
+        row["groups"] = {
+            group: compared(of_group(cell.answers, group), of_group(base.answers, group) if base else None)
+            for group in GROUPS
+            if of_group(cell.answers, group)
+        }
+        if base:
+            row |= compared(cell.answers, base.answers)
             lost = mean_score(self.cells[FULL].answers) - mean_score(base.answers)
             row["recovered"] = row["gain"] / lost if lost > 0 else None
         return row
@@ -144,6 +148,19 @@ def family_means(answers: Sequence[Answer]) -> dict[str, float]:
 def mean_score(answers: Sequence[Answer]) -> float:
     """The unweighted mean over families, in points."""
     return float(np.mean(list(family_means(answers).values())))
+
+
+def of_group(answers: Sequence[Answer], group: str) -> list[Answer]:
+    """Answers to questions of one of the suite's GROUPS of families."""
+    return [answer for answer in answers if answer.family in GROUPS[group]]
+
+
+def compared(answers: Sequence[Answer], base: Sequence[Answer] | None = None) -> dict[str, float]:
+    """Score with its interval; with the base's answers also the paired gain over it with its own."""
+    found = dict(zip(("score", "low", "high"), interval(answers), strict=True)) | {"questions": len(answers)}
+    if base:
+        found |= zip(("gain", "gain_low", "gain_high"), interval(answers, base), strict=True)
+    return found
 
 
 def interval(

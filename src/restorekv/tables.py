@@ -9,16 +9,22 @@ from rich.table import Table
 from restorekv.evaluate import FULL, Evaluation
 
 NAMES = {
-    ("kvzip", True): "RestoreKV",
-    ("kvzip", False): "KVzip",
-    ("kvzip+", True): "RestoreKV+",
-    ("kvzip+", False): "KVzip+",
+    "kvzip": "KVzip",
+    "kvzip+": "KVzip+",
+    "contrastkv": "ContrastKV",
+    "contrastkv-simple": "ContrastKV (simplified)",
+    "snapkv": "SnapKV",
+    "h2o": "H2O",
+    "fastkvzip": "Fast KVzip",
+    "am-fast": "AM-fast",
 }
+RESTORED = {"kvzip": "RestoreKV", "kvzip+": "RestoreKV+"}
 
 
 def name(evictor: str, restored: bool) -> str:
     """What the paper calls a method."""
-    return NAMES.get((evictor, restored), evictor + (" + RestoreKV" if restored else ""))
+    base = NAMES.get(evictor, evictor)
+    return RESTORED.get(evictor, f"{base} + RestoreKV") if restored else base
 
 
 def scores(result: Evaluation) -> Table:

@@ -32,6 +32,13 @@ from restorekv.bundled.words import (
 FAMILIES = (
     "single", "multikey", "multivalue", "multiquery", "vt", "cwe", "fwe", "qa", "freeform", "choice4", "choice5",
 )  # fmt: skip
+# The paper's four benchmarks in small: RULER, QASPER, QuALITY (four options), LongHealth (five).
+GROUPS = {
+    "retrieval and tracing": ("single", "multikey", "multivalue", "multiquery", "vt", "cwe", "fwe"),
+    "questions": ("qa", "freeform"),
+    "four options": ("choice4",),
+    "five options": ("choice5",),
+}
 KINDS = ("needles", "people", "links", "words")
 STORIES, SENTENCES_PER_STORY = 24, 8
 NUMBERS = range(10, 100)  # one id each in the bundled tokenizer
