@@ -18,7 +18,8 @@ from restorekv.restore import RestoreAdapter
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parents[1] / "src" / "restorekv" / "bundled"
-EVICTORS = ("kvzip", "kvzip+")
+EVICTORS = ("kvzip", "kvzip+", "contrastkv", "contrastkv-simple", "snapkv", "h2o")
+AT_ONCE = 2  # trainings, a thread each
 
 
 def step(script: str, *arguments: str | Path) -> subprocess.Popen:
@@ -54,7 +55,9 @@ def main() -> None:
     if not (folder / "model" / "model.safetensors").exists():
         finish(step("pretrain.py", folder))
     wanted = [evictor for evictor in EVICTORS if not (folder / f"restore-{evictor}" / "adapter").exists()]
-    finish(*(step("adapters.py", folder, "--evictor", evictor) for evictor in wanted))
+    for first in range(0, len(wanted), AT_ONCE):
+        pair = wanted[first : first + AT_ONCE]
+        finish(*(step("adapters.py", folder, "--evictor", evictor) for evictor in pair))
     install(folder)
 
 
