@@ -8,6 +8,7 @@ from restorekv import compress, load_model
 from restorekv.bundled.suite import documents
 from restorekv.models import bundled_path
 
+SHIPPED = ("kvzip", "kvzip+", "contrastkv", "contrastkv-simple", "snapkv", "h2o")
 ENGLISH = "Ordinary English, with 1,234 numbers, naïve accents and\n\ttabs: does it survive? “Yes!” — 100 %."
 
 
@@ -26,11 +27,12 @@ def test_transformers_loads_it_without_us():
 
 def test_all_weights_together_stay_under_25_megabytes():
     files = list(bundled_path().rglob("*.safetensors"))
-    assert len(files) == 1 + 2 * 2
+    assert len(list(bundled_path("model").glob("*.safetensors"))) == 1
+    assert {folder.name for folder in bundled_path("adapters").iterdir()} == set(SHIPPED)
     assert sum(file.stat().st_size for file in files) <= 25e6
 
 
-@pytest.mark.parametrize("evictor", ["kvzip", "kvzip+"])
+@pytest.mark.parametrize("evictor", SHIPPED)
 def test_the_shipped_adapter_is_found_and_used(bundled, evictor):
     model, tokenizer = bundled
     document = documents(tokenizer, 1, split="check", low=512, high=600)[0]

@@ -8,8 +8,7 @@ import typer
 
 from restorekv.atomic import check_target, write_json
 from restorekv.bundled.suite import documents
-from restorekv.cli.eval import bar
-from restorekv.cli.session import open_model, output
+from restorekv.cli.session import bar, open_model, output
 from restorekv.demo import EVICTORS, side_by_side
 from restorekv.evaluate import evaluate
 from restorekv.tables import held, payload, scores

@@ -4,14 +4,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from restorekv import evictors
 from restorekv.atomic import check_target, write_json
 from restorekv.budget import exact_ratio
 from restorekv.bundled.suite import documents
 from restorekv.cli import options
-from restorekv.cli.session import notes, open_model, output
+from restorekv.cli.session import bar, open_model, output
 from restorekv.errors import RestoreKVError
 from restorekv.evaluate import RATIOS, evaluate
 from restorekv.prepared import Conventions
@@ -62,19 +61,3 @@ def adapter_of(value: str) -> tuple[str, str | None]:
     """`kvzip` -> its shipped adapter; `kvzip@FOLDER`; `kvzip@none` -> the base alone."""
     name, _, source = value.partition("@")
     return name, None if source == "none" else source or "auto"
-
-
-class bar:  # noqa: N801 - used as a verb, like open
-    """A progress bar on stderr whose `__enter__` gives the callback (done, total)."""
-
-    def __init__(self, title: str) -> None:
-        columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TextColumn("to go"), TimeRemainingColumn())
-        self.progress = Progress(*columns, console=notes, disable=not notes.is_terminal)
-
-    def __enter__(self):
-        self.progress.start()
-        task = self.progress.add_task("", total=None)
-        return lambda done, total: self.progress.update(task, completed=done, total=total)
-
-    def __exit__(self, *_: object) -> None:
-        self.progress.stop()

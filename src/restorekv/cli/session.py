@@ -1,11 +1,12 @@
 """What several commands do: read a text, open a model, print figures."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from transformers import PreTrainedModel, logging
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -40,6 +41,15 @@ def open_model(name: str, dtype: str = "auto", device: str = "cpu") -> tuple[Pre
     logging.disable_progress_bar()
     with phase(f"loading {name}"):
         return load_model(name, dtype, device)
+
+
+@contextmanager
+def bar(title: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr, on a terminal; the block gets the callback (done, total)."""
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TextColumn("to go"), TimeRemainingColumn())
+    with Progress(*columns, console=notes, disable=not notes.is_terminal) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 @contextmanager
