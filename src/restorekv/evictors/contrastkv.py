@@ -20,7 +20,6 @@ the same tokens on every device. The vocabulary is what the tokenizer names, spe
 pad the embedding table are left out.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -31,9 +30,6 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.kvzip import KVzip, Repetition, repetitions
-from restorekv.models import CacheShape, decoder
-from restorekv.prefill import passing
-from restorekv.probe import LayerProbe, probing
 from restorekv.prompt import Context
 
 MOST_NOISE = 128  # tokens of a noise pass in the paper
@@ -90,23 +86,6 @@ class ContrastKV(KVzip):
     def passes(self, tokenizer: Tokenizer, context: Context) -> list[Repetition]:
         """The reconstruction of every chunk."""
         return list(repetitions(tokenizer, context, self.chunk))
-
-    @torch.no_grad()
-    def maxima(
-        self, model: PreTrainedModel, context: Context, full: DynamicCache, passes: Iterable[Repetition]
-    ) -> Tensor:
-        """(L, H, T): every pass writes the columns that it names."""
-        shape = CacheShape.of(model)
-        signal = torch.zeros(shape.layers, shape.heads, context.tokens, device=model.device)
-        for part in passes:
-            columns = signal[..., part.start - context.prefix : part.end - context.prefix]
-
-            def see(probe: LayerProbe, part: Repetition = part, columns: Tensor = columns) -> None:
-                columns[probe.layer] = self.chunk_scores(probe, part.start, part.end)
-
-            with probing(model, see):
-                decoder(model)(input_ids=part.ids.to(model.device), past_key_values=passing(full), use_cache=True)
-        return signal
 
     def fuse(self, positive: Tensor, negative: Tensor) -> Tensor:
         """S+ and S- -> scores, all (L, H, T)."""

@@ -10,7 +10,7 @@ Each pass is normalised on its own. The maxima are taken over blocks of rows, so
 beyond the forward pass is some copies of one block.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -54,14 +54,20 @@ class KVzip(Evictor):
         if self.chunk < 1 or self.sinks < 0:
             raise RestoreKVError(f"{self.name} takes chunk >= 1 and sinks >= 0, not {self.chunk} and {self.sinks}.")
 
-    @torch.no_grad()
     def score(
         self, model: PreTrainedModel, tokenizer: Tokenizer, context: Context, full: DynamicCache, watched: None = None
     ) -> Tensor:
-        """One pass over the full cache for every chunk; each writes the chunk's columns of (L, H, T)."""
+        """One pass over the full cache for every chunk."""
+        return self.maxima(model, context, full, repetitions(tokenizer, context, self.chunk))
+
+    @torch.no_grad()
+    def maxima(
+        self, model: PreTrainedModel, context: Context, full: DynamicCache, passes: Iterable[Repetition]
+    ) -> Tensor:
+        """(L, H, T) float32: every pass writes the columns that it names."""
         shape = CacheShape.of(model)
         scores = torch.zeros(shape.layers, shape.heads, context.tokens, device=model.device)
-        for part in repetitions(tokenizer, context, self.chunk):
+        for part in passes:
             columns = scores[..., part.start - context.prefix : part.end - context.prefix]
 
             def see(probe: LayerProbe, part: Repetition = part, columns: Tensor = columns) -> None:
