@@ -18,6 +18,7 @@ FLOORS = [
     ["context_file", "generate"],
     ["compressed"],
     ["manifest"],
+    ["baselines"],
     ["compression", "survivors", "survivors_plot"],
     ["bundled"],
     ["train", "evaluate"],

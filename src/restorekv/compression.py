@@ -17,7 +17,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv import attention, evictors
+from restorekv import attention, evictors, spec
+from restorekv.baselines.attention_matching import AttentionMatching
 from restorekv.budget import Budget
 from restorekv.compressed import CompressedContext
 from restorekv.errors import AdapterError, BudgetError, RestoreKVError
@@ -30,6 +31,7 @@ from restorekv.prompt import Context, make_context
 from restorekv.restore import RestoreAdapter
 
 Progress = Callable[[str], None]
+METHODS: dict[str, type[AttentionMatching]] = {"am-fast": AttentionMatching}
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,11 @@ class Eviction:
     def make(cls, evictor: str, adapter: RestoreAdapter | None = None, **conventions: Any) -> Eviction:
         """From an evictor's spec and the arguments of `Conventions.make`."""
         return cls(evictors.make(evictor), adapter, Conventions.make(**conventions))
+
+    @property
+    def spec(self) -> str:
+        """The evictor's."""
+        return self.evictor.spec
 
     def prepare(
         self, model: PreTrainedModel, tokenizer: Tokenizer, context: str | Context, progress: Progress | None = None
@@ -75,6 +82,14 @@ class Eviction:
         return prepared.restored_by(self.adapter)
 
 
+def method(text: str, conventions: Conventions = PLAIN) -> Eviction | AttentionMatching:
+    """What a spec names: eviction by an evictor, or a method that makes a compact cache of its own."""
+    made = spec.parse(text, {**evictors.EVICTORS, **METHODS}, "evictor")
+    if isinstance(made, AttentionMatching):
+        return replace(made, conventions=conventions)
+    return Eviction(made, None, conventions)
+
+
 def compress(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
@@ -95,18 +110,19 @@ def compress(
     """
     if ratio is not None and tokens_per_head is not None:
         raise BudgetError("Give either a ratio or tokens_per_head, not both.")
-    eviction = Eviction.make(evictor, **conventions)
+    eviction = method(evictor, Conventions.make(**conventions))
     parsed = make_context(tokenizer, context)
     budget = plan(model, parsed, 0.1 if ratio is None else ratio, tokens_per_head, eviction.conventions)
     budget(0)  # refuses a bad ratio before any work is done
     restorer = load_adapter(model, adapter, eviction)
     wanted = budget(restorer.restore_tokens if restorer else 0)
     with torch.no_grad():
-        prepared = replace(eviction, adapter=restorer).prepare(model, tokenizer, parsed, progress)
+        chosen = replace(eviction, adapter=restorer) if restorer else eviction
+        prepared = chosen.prepare(model, tokenizer, parsed, progress)
         seconds = dict(prepared.seconds)
         with timed(seconds, "evict"):
             cache = prepared.at(wanted)
-        made = describe(model, tokenizer, prepared, wanted, cache, seconds, eviction.evictor.spec, restorer)
+        made = describe(model, tokenizer, prepared, wanted, cache, seconds, eviction.spec, restorer)
     return CompressedContext(model, tokenizer, parsed, cache, made)
 
 
@@ -126,9 +142,13 @@ def plan(
 
 
 def load_adapter(
-    model: PreTrainedModel, adapter: RestoreAdapter | str | Path | None, eviction: Eviction
+    model: PreTrainedModel, adapter: RestoreAdapter | str | Path | None, eviction: Eviction | AttentionMatching
 ) -> RestoreAdapter | None:
     """The adapter itself, or one from a folder, the hub or ("auto") the package; warns if it is for another use."""
+    if isinstance(eviction, AttentionMatching):
+        if adapter not in (None, "auto"):
+            raise AdapterError("am-fast restores nothing; leave out the adapter.")
+        return None
     if adapter == "auto":
         adapter = None if eviction.conventions.offset else bundled_adapter(model, eviction.evictor.spec)
     if adapter is None:

@@ -16,10 +16,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv import evictors
 from restorekv.bundled.world import FAMILIES, GROUPS, Document
 from restorekv.cache import RaggedCache
-from restorekv.compression import Eviction, load_adapter
+from restorekv.compression import load_adapter, method
 from restorekv.generate import ask
 from restorekv.models import model_fingerprint, model_name, rope_fingerprint
 from restorekv.prepared import PLAIN, Conventions, Prepared
@@ -101,10 +100,10 @@ def evaluate(
     cells: dict[Key, Cell] = {FULL: Cell()}
     described: dict[str, dict | None] = {}
     for turn, (evictor, source) in enumerate(adapters.items()):
-        base = Eviction(evictors.make(evictor), None, conventions)
+        base = method(evictor, conventions)
         adapter = load_adapter(model, source, base)
         with torch.no_grad():
-            eviction = replace(base, adapter=adapter)
+            eviction = replace(base, adapter=adapter) if adapter else base
             described[evictor] = adapter.identity() if adapter else None
             keys = [
                 (evictor, restored, ratio) for restored in ((False, True) if adapter else (False,)) for ratio in ratios

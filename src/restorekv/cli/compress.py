@@ -14,8 +14,9 @@ from restorekv.budget import exact_ratio
 from restorekv.cli import options
 from restorekv.cli.session import figures_table, notes, open_model, output, read_text
 from restorekv.compressed import CompressedContext, size
-from restorekv.compression import Eviction, compress
+from restorekv.compression import compress, method
 from restorekv.errors import BudgetError
+from restorekv.prepared import Conventions
 
 
 def run(
@@ -43,7 +44,7 @@ def run(
         "prefix_policy": prefix_policy, "on_tight": on_tight, "allocation": allocation,
         "restore_from": restore_from, "offset": offset,
     }  # fmt: skip
-    Eviction.make(evictor, **conventions)
+    method(evictor, Conventions.make(**conventions))
     ratio = None if ratio is None else exact_ratio(ratio)
     for target in filter(None, (out, json)):
         check_target(target)

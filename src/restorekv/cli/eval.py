@@ -5,12 +5,12 @@ from typing import Annotated
 
 import typer
 
-from restorekv import evictors
 from restorekv.atomic import check_target, write_json
 from restorekv.budget import exact_ratio
 from restorekv.bundled.suite import documents
 from restorekv.cli import options
 from restorekv.cli.session import bar, open_model, output
+from restorekv.compression import method
 from restorekv.errors import RestoreKVError
 from restorekv.evaluate import RATIOS, evaluate
 from restorekv.prepared import Conventions
@@ -44,7 +44,7 @@ def run(
     adapters = dict(adapter_of(value) for value in evictor)
     conventions = Conventions.make(prefix_policy, on_tight, allocation, restore_from, offset)
     for name in adapters:
-        evictors.make(name)
+        method(name, conventions)
     if json:
         check_target(json)
     loaded, tokenizer = open_model(model, dtype, device)

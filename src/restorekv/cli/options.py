@@ -5,9 +5,10 @@ from typing import Annotated
 import typer
 
 from restorekv.allocate import ALLOCATIONS
+from restorekv.compression import METHODS
 from restorekv.evictors import EVICTORS
 
-EVICTOR_HELP = f"{', '.join(EVICTORS)}; with settings as in snapkv:window=64,kernel=5."
+EVICTOR_HELP = f"{', '.join((*EVICTORS, *METHODS))}; with settings as in snapkv:window=64,kernel=5."
 
 Model = Annotated[str, typer.Option(help="bundled, a model folder or a hub id.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")]

@@ -1,0 +1,109 @@
+"""Attention Matching (arXiv:2602.16284) for one layer: what the compact pairs must reproduce, and the two fits.
+
+With the reference queries q_i, i < n, and the article's keys and values k_j, v_j, j < T, of one KV head,
+
+    l_ij = q_i k_j * scale     m_i = max_j l_ij     A_ij = softmax_j(l_ij)
+    y_i = sum_j exp(l_ij - m_i)     Y_i = sum_j A_ij v_j     score_j = sqrt(mean_i A_ij^2)
+
+are the mass y, the output Y and the score of the full cache. For kept keys c_1 ... c_t, which stay as they are,
+
+    bias    min_B |M B - y|^2,  M_is = exp(q_i c_s * scale - m_i),  e^-box <= B_s <= e^box,     bias = log B
+    values  min_C |X C - Y|^2,  X = softmax_s(q_i c_s * scale + bias_s)
+
+Everything is float32 of model-dtype queries and keys. On the bundled model double precision changes neither fit
+(condition numbers up to 2e4), so it is left to the fallback.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from restorekv.evictors.attend import BLOCK
+
+POWER_STEPS = 3
+RIDGE = 1e-6
+
+
+@dataclass(frozen=True)
+class Targets:
+    """One layer's n reference queries a KV head and what they get from the full article.
+
+    query (H, n, D) in the model's dtype; highest m and mass y (H, n), output Y (H, n, D), float32.
+    """
+
+    query: Tensor
+    highest: Tensor
+    mass: Tensor
+    output: Tensor
+    scale: float
+
+
+def observe(query: Tensor, key: Tensor, value: Tensor, scale: float, block: int = BLOCK) -> tuple[Targets, Tensor]:
+    """query (H, n, D), key and value (H, T, D) -> targets and scores (H, T); `block` bounds the logits at once."""
+    heads, count, _ = query.shape
+    keys, values = key.float(), value.float()
+    highest, mass = (torch.empty(heads, count, device=key.device) for _ in range(2))
+    output = torch.empty(query.shape, device=key.device)
+    squares = torch.zeros(key.shape[:2], device=key.device)
+    step = max(block // (heads * key.shape[1]), 1)
+    for rows in (slice(low, low + step) for low in range(0, count, step)):
+        logits = query[:, rows].float() @ keys.transpose(1, 2) * scale
+        highest[:, rows] = logits.amax(-1)
+        raised = (logits - highest[:, rows, None]).exp()
+        mass[:, rows] = raised.sum(-1)
+        weights = raised / mass[:, rows, None]
+        output[:, rows] = weights @ values
+        squares += weights.square().sum(1)
+    return Targets(query, highest, mass, output, scale), (squares / count).sqrt()
+
+
+def fit(targets: Targets, head: int, key: Tensor, steps: int, box: float) -> tuple[Tensor, Tensor]:
+    """Kept keys (t, D) of one head -> bias (t,) and values (t, D), both in the keys' dtype.
+
+    The values are fitted to the bias as it is stored, so rounding the bias costs them nothing.
+    """
+    logits = targets.query[head].float() @ key.float().T * targets.scale
+    raised = (logits - targets.highest[head, :, None]).exp()
+    bias = box_least_squares(raised, targets.mass[head], steps, box).log().to(key.dtype)
+    weights = (logits + bias.float()).softmax(-1)
+    return bias, least_squares(weights, targets.output[head]).to(key.dtype)
+
+
+def box_least_squares(matrix: Tensor, target: Tensor, steps: int, box: float) -> Tensor:
+    """min |M B - y| with e^-box <= B <= e^box, approximately: M (n, t), y (n,) -> B (t,).
+
+    The unconstrained solution is clamped, then improved by projected gradient steps of length 1 / sigma_max(M)^2.
+    M is positive, so the power iteration for sigma_max may start from ones.
+    """
+    low, high = (matrix.new_tensor(bound).exp() for bound in (-box, box))
+    factors = least_squares(matrix, target[:, None])[:, 0].clamp(low, high)
+    vector = torch.ones_like(factors)
+    for _ in range(POWER_STEPS):
+        vector = matrix.T @ (matrix @ vector)
+        vector = vector / vector.norm()
+    step = 1 / (matrix @ vector).square().sum()
+    for _ in range(steps):
+        factors = (factors - step * (matrix.T @ (matrix @ factors - target))).clamp(low, high)
+    return factors
+
+
+def least_squares(matrix: Tensor, target: Tensor) -> Tensor:
+    """min |X C - Y|: X (n, t), Y (n, d) -> C (t, d), by QR; by `ridge` where X has not full rank."""
+    try:
+        found = torch.linalg.lstsq(matrix, target, driver="gels").solution
+    except torch.linalg.LinAlgError:  # a GPU returns NaN instead
+        return ridge(matrix, target)
+    return found if found.isfinite().all() else ridge(matrix, target)
+
+
+def ridge(matrix: Tensor, target: Tensor) -> Tensor:
+    """(X^T X + RIDGE)^-1 X^T Y, or X^T (X X^T + RIDGE)^-1 Y where that is smaller; float64 inside, or RIDGE drowns."""
+    exact, wanted = matrix.double(), target.double()
+    wide = len(exact) < exact.shape[1]
+    gram = exact @ exact.T if wide else exact.T @ exact
+    gram.diagonal().add_(RIDGE)
+    factor = torch.linalg.cholesky(gram)
+    if wide:
+        return (exact.T @ torch.cholesky_solve(wanted, factor)).to(matrix.dtype)
+    return torch.cholesky_solve(exact.T @ wanted, factor).to(matrix.dtype)
