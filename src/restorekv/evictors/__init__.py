@@ -3,10 +3,17 @@
 from restorekv import spec
 from restorekv.evictors.base import Evictor
 from restorekv.evictors.contrastkv import ContrastKV, ContrastKVSimple
+from restorekv.evictors.expected_attention import ExpectedAttention
 from restorekv.evictors.h2o import H2O
+from restorekv.evictors.keydiff import KeyDiff
+from restorekv.evictors.knorm import Knorm
+from restorekv.evictors.kvpress_bridge import FromKVPress
 from restorekv.evictors.kvzip import KVzip
 from restorekv.evictors.kvzip_plus import KVzipPlus
+from restorekv.evictors.random import Random
 from restorekv.evictors.snapkv import SnapKV
+from restorekv.evictors.streaming import Streaming
+from restorekv.evictors.tova import TOVA
 
 __all__ = ["EVICTORS", "Evictor", "make"]
 
@@ -17,6 +24,13 @@ EVICTORS: dict[str, type[Evictor]] = {
     "contrastkv-simple": ContrastKVSimple,
     "snapkv": SnapKV,
     "h2o": H2O,
+    "expected-attention": ExpectedAttention,
+    "keydiff": KeyDiff,
+    "knorm": Knorm,
+    "streaming": Streaming,
+    "tova": TOVA,
+    "random": Random,
+    "kvpress": FromKVPress,
 }
 
 

@@ -1,0 +1,59 @@
+"""Expected attention (arXiv:2510.00636): what queries still to come will look at, if they are Gaussian.
+
+Before RoPE a head's queries have mean m and covariance C, over all columns but the first `sinks`. With R the average
+rotation over the next `future` positions S+T ..., and softmax_i over the same columns (prefix included),
+
+    a_i = softmax_i(k_i R m / sqrt(D) + k_i R C R^T k_i / (2 D))      score_i = (mean over G of a_i + epsilon) ||v_i||
+
+The sinks always stay. covariance=false drops the second term, values=false epsilon and ||v_i||. Definition and defaults
+are those of ExpectedAttentionPress of kvpress 0.5.5.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv.errors import RestoreKVError
+from restorekv.evictors.base import Evictor, pin
+from restorekv.evictors.query_moments import QueryMoments, expected_weights
+from restorekv.evictors.streaming import sink_columns
+from restorekv.prompt import Context
+
+
+@dataclass(frozen=True)
+class ExpectedAttention(Evictor):
+    """Gathers L * H * G * D * D floats of covariance during the prefill."""
+
+    name: ClassVar[str] = "expected-attention"
+
+    sinks: int = 4
+    future: int = 512
+    covariance: bool = True
+    values: bool = True
+    epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0 or self.future < 1 or not 0 <= self.epsilon < float("inf"):
+            raise RestoreKVError(f"expected-attention takes sinks >= 0, future >= 1 and epsilon >= 0, not {self}.")
+
+    def watch(self, model: PreTrainedModel, context: Context) -> QueryMoments:
+        return QueryMoments(model, self.sinks)
+
+    @torch.no_grad()
+    def score(
+        self, model: PreTrainedModel, tokenizer: Tokenizer, context: Context, full: DynamicCache, watched: Any = None
+    ) -> Tensor:
+        """(L, H, T), at least 0."""
+        if watched is None:
+            raise ValueError("expected-attention watches the prefill; pass what watch() returned")
+        scores = torch.zeros(*watched.mean.shape[:2], context.positions, device=model.device)
+        for index, layer in enumerate(full.layers):
+            key, value = (x[0, :, self.sinks :].float() for x in (layer.keys, layer.values))
+            mean, covariance = watched.ahead(model, index, context.positions, self.future)
+            looked = expected_weights(key, mean, covariance * self.covariance)
+            scores[index, :, self.sinks :] = (looked + self.epsilon) * value.norm(dim=-1) if self.values else looked
+        return pin(scores[..., context.prefix :], sink_columns(self.sinks, context))

@@ -1,0 +1,39 @@
+"""KeyDiff (arXiv:2504.15364): the keys that differ most from all others carry the most.
+
+    anchor = mean over i of k_i / ||k_i||          score_i = -cos(k_i, anchor)
+
+for each KV head, with keys after RoPE, in float32; the mean runs over the whole sequence, prefix included. No settings.
+The same as KeyDiffPress of kvpress 0.5.5; the paper also evicts block by block during the prefill, which neither does.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv.evictors.base import Evictor
+from restorekv.prompt import Context
+
+
+@dataclass(frozen=True)
+class KeyDiff(Evictor):
+    """Reads the cached keys and nothing else."""
+
+    name: ClassVar[str] = "keydiff"
+
+    @torch.no_grad()
+    def score(
+        self, model: PreTrainedModel, tokenizer: Tokenizer, context: Context, full: DynamicCache, watched: None = None
+    ) -> Tensor:
+        """(L, H, T) in [-1, 1]."""
+        return torch.stack([difference(layer.keys[0].float())[:, context.prefix :] for layer in full.layers])
+
+
+def difference(key: Tensor) -> Tensor:
+    """key (H, K, D) -> (H, K)."""
+    anchor = F.normalize(key, dim=-1).mean(1, keepdim=True)
+    return -F.cosine_similarity(key, anchor, dim=-1)

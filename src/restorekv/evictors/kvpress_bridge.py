@@ -1,0 +1,131 @@
+"""Any scorer of kvpress 0.5.5 (github.com/NVIDIA/kvpress) as an evictor: `FromKVPress(press)`.
+
+In a spec the press is named, with its settings behind a colon and semicolons between them:
+"kvpress:press=SnapKVPress:window_size=32;kernel_size=7". Only its scores are used. A press that reads its own
+compression_ratio while it scores, as StreamingLLMPress and CompactorPress do, needs that set.
+
+The press sees what kvpress would show it: one pass of its own over the whole context, prefix included, not in chunks.
+With eager=true that includes the attention weights, S+T by S+T for every head, which ObservedAttentionPress asks for.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv import spec
+from restorekv.errors import RestoreKVError
+from restorekv.evictors.base import Evictor
+from restorekv.models import decoder
+from restorekv.prompt import Context
+
+MISSING = (
+    "The evictor kvpress needs kvpress 0.5.5, which needs transformers < 5.3; "
+    "run pip install 'restorekv[kvpress]' in an environment of its own."
+)
+
+
+@dataclass(frozen=True)
+class FromKVPress(Evictor):
+    """`press` is a `kvpress.ScorerPress` or its spec, and its spec from then on; the object is `scorer`.
+
+    Settings that are neither numbers, words nor flags, as a press inside a press, do not show in the spec.
+    """
+
+    name: ClassVar[str] = "kvpress"
+
+    press: str = ""
+    eager: bool = False
+
+    def __post_init__(self) -> None:
+        kvpress = load()
+        made = named(self.press, kvpress) if isinstance(self.press, str) else self.press
+        if not isinstance(made, kvpress.ScorerPress):
+            raise RestoreKVError(f"FromKVPress takes a ScorerPress of kvpress, not {type(made).__name__}.")
+        object.__setattr__(self, "scorer", made)
+        object.__setattr__(self, "press", described(made))
+
+    @torch.no_grad()
+    def score(
+        self, model: PreTrainedModel, tokenizer: Tokenizer, context: Context, full: DynamicCache, watched: None = None
+    ) -> Tensor:
+        """(L, H, T), whatever their range; the scores of the prefix are dropped."""
+        found: dict[int, Tensor] = {}
+
+        def see(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: tuple) -> None:
+            layer = kwargs["past_key_values"].layers[module.layer_idx]
+            scores = self.scorer.score(module, kwargs["hidden_states"], layer.keys, layer.values, output[1], kwargs)
+            found[module.layer_idx] = scores[0].float()
+
+        try:
+            self.scorer.post_init_from_model(model)
+            with hooked(model, see), weighing(model) if self.eager else nullcontext():
+                decoder(model)(input_ids=context.ids.to(model.device), past_key_values=DynamicCache(), use_cache=True)
+        except (AssertionError, ValueError) as error:
+            reason = str(error).rstrip(".")
+            raise RestoreKVError(f"{self.press} cannot score this context; use another press ({reason}).") from error
+        return torch.stack([found[layer] for layer in sorted(found)])[..., context.prefix :]
+
+
+@contextmanager
+def hooked(model: PreTrainedModel, see: Callable[..., None]) -> Iterator[None]:
+    """Calls `see` after every attention module, which for that long has a `rotary_emb`, as presses expect."""
+    modules = [layer.self_attn for layer in decoder(model).layers]
+    bare = [module for module in modules if not hasattr(module, "rotary_emb")]
+    handles = [module.register_forward_hook(see, with_kwargs=True) for module in modules]
+    try:
+        for module in bare:
+            module.rotary_emb = decoder(model).rotary_emb
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module in bare:
+            del module.rotary_emb
+
+
+@contextmanager
+def weighing(model: PreTrainedModel) -> Iterator[None]:
+    """transformers' own attention, which returns its weights."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def load() -> ModuleType:
+    """kvpress, imported when it is first needed."""
+    try:
+        import kvpress
+    except ImportError as error:
+        raise RestoreKVError(MISSING) from error
+    return kvpress
+
+
+def named(text: str, kvpress: ModuleType) -> Any:
+    """A press from its spec."""
+    base = kvpress.ScorerPress
+    kinds = {name: kind for name, kind in vars(kvpress).items() if isinstance(kind, type)}
+    known = {name: kinds[name] for name in sorted(kinds) if issubclass(kinds[name], base) and kinds[name] is not base}
+    try:
+        return spec.parse(text.replace(";", ","), known, "press of kvpress")
+    except (AssertionError, TypeError) as error:
+        raise RestoreKVError(f"{text!r} makes no press; make it in Python, for FromKVPress ({error}).") from error
+
+
+def described(press: Any) -> str:
+    """The shortest spec of a press, as far as specs go."""
+    settable, changed = spec.settings_of(type(press)), []
+    for field in fields(press):
+        value = getattr(press, field.name)
+        if field.name in settable and value != field.default:
+            changed.append(f"{field.name}={str(value).lower() if isinstance(value, bool) else value}")
+    return f"{type(press).__name__}:{';'.join(changed)}" if changed else type(press).__name__
