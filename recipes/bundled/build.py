@@ -1,4 +1,4 @@
-"""Make everything that ships in src/restorekv/bundled: tokenizer, model, restore adapters. Resumable.
+"""Make everything that ships in src/restorekv/bundled: tokenizer, model, gates, restore adapters. Resumable.
 
 make bundled            or            python recipes/bundled/build.py runs/bundled
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from restorekv import gate_file
 from restorekv.restore import RestoreAdapter
 
 HERE = Path(__file__).parent
@@ -47,6 +48,16 @@ def install(folder: Path) -> None:
         adapter.save_pretrained(PACKAGE / "adapters" / evictor, dtype=torch.bfloat16)
 
 
+def install_gates(folder: Path) -> None:
+    """Before the adapters, which need them: "fastkvzip" looks for its gate in the package."""
+    (PACKAGE / "gates").mkdir(exist_ok=True)
+    for kind in gate_file.KINDS:
+        gate = gate_file.read(folder / "gates" / f"{kind}.safetensors")
+        gate_file.write(
+            PACKAGE / "gates" / f"{kind}.safetensors", replace(gate, card=replace(gate.card, model="bundled"))
+        )
+
+
 def main() -> None:
     """Run what has not been run."""
     folder = Path(sys.argv[1])
@@ -54,6 +65,8 @@ def main() -> None:
         finish(step("tokenizer.py", folder / "model"))
     if not (folder / "model" / "model.safetensors").exists():
         finish(step("pretrain.py", folder))
+    finish(step("gates.py", folder))
+    install_gates(folder)
     wanted = [evictor for evictor in EVICTORS if not (folder / f"restore-{evictor}" / "adapter").exists()]
     for first in range(0, len(wanted), AT_ONCE):
         pair = wanted[first : first + AT_ONCE]

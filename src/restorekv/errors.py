@@ -17,6 +17,10 @@ class AdapterError(RestoreKVError):
     """A restore adapter that is missing, damaged or trained for another model."""
 
 
+class GateError(RestoreKVError):
+    """A learned scorer that is missing, damaged or made for another model."""
+
+
 class ModelError(RestoreKVError):
     """A model or tokenizer that cannot be loaded or is not supported."""
 

@@ -4,10 +4,12 @@ from restorekv import spec
 from restorekv.evictors.base import Evictor
 from restorekv.evictors.contrastkv import ContrastKV, ContrastKVSimple
 from restorekv.evictors.expected_attention import ExpectedAttention
+from restorekv.evictors.fastkvzip import FastKVzip
 from restorekv.evictors.h2o import H2O
 from restorekv.evictors.keydiff import KeyDiff
 from restorekv.evictors.knorm import Knorm
 from restorekv.evictors.kvpress_bridge import FromKVPress
+from restorekv.evictors.kvzap import KVzap
 from restorekv.evictors.kvzip import KVzip
 from restorekv.evictors.kvzip_plus import KVzipPlus
 from restorekv.evictors.random import Random
@@ -24,6 +26,8 @@ EVICTORS: dict[str, type[Evictor]] = {
     "contrastkv-simple": ContrastKVSimple,
     "snapkv": SnapKV,
     "h2o": H2O,
+    "fastkvzip": FastKVzip,
+    "kvzap": KVzap,
     "expected-attention": ExpectedAttention,
     "keydiff": KeyDiff,
     "knorm": Knorm,
