@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 RUN := $(VENV)/bin/python -m
 KVPRESS ?= .venv-kvpress
 
-.PHONY: venv demo test nightly lint conformance oldest bench bundled
+.PHONY: venv demo test nightly lint conformance oldest bench bench-scorers bundled table1 controls
 .DEFAULT_GOAL := demo
 
 # PyTorch's own index has the CPU build; PyPI's build for Linux brings gigabytes of CUDA, so it is asked second.
@@ -51,6 +51,18 @@ oldest: $(KVPRESS)/ready
 bench: venv $(KVPRESS)/ready
 	$(VENV)/bin/restorekv bench --kvpress-python $(KVPRESS)/bin/python $(BENCH)
 
-# The bundled model, tokenizer and adapters from nothing: resumable, under three hours on two cores.
+# What every method's scoring costs beside the prefill: about twenty minutes on two idle cores.
+bench-scorers: venv
+	$(VENV)/bin/restorekv bench-scorers $(BENCH)
+
+# The bundled model, tokenizer, gates and adapters from nothing: resumable, under three hours on two cores.
 bundled: venv
 	$(VENV)/bin/python recipes/bundled/build.py runs/bundled
+
+# Every base method alone and restored, by groups of tasks, into docs/table1.md; resumable.
+table1: venv
+	$(VENV)/bin/python recipes/bundled/table1.py runs/table1
+
+# The paper's controls and ablations in small, into docs/controls.md: trains twelve adapters; resumable.
+controls: venv
+	$(VENV)/bin/python recipes/bundled/controls.py runs/controls --threads 2

@@ -83,6 +83,6 @@ def test_whole_tokens_give_every_head_the_same(ratio, tokens, heads):
 
 
 def test_whole_tokens_leave_no_room_for_a_part_of_a_restore_token():
-    with pytest.raises(BudgetError, match="smallest workable ratio is 0.04"):
+    with pytest.raises(BudgetError, match=r"smallest workable ratio is 0\.04"):
         Budget.of_ratio("0.039", 100, 2, 2, 4, whole_tokens=True)
     assert Budget.of_ratio("0.04", 100, 2, 2, 4, whole_tokens=True).retained == 0

@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("restorekv.cli.eval", "Score evictors on the bundled suite, with and without restoring."),
     "demo": ("restorekv.cli.demo", "Show the main job on the bundled model, with figures."),
     "bench": ("restorekv.cli.bench", "Measure time and memory beside kvpress 0.5.5."),
+    "bench-scorers": ("restorekv.cli.bench_scorers", "Measure what every method's scoring costs beside the prefill."),
 }
 
 

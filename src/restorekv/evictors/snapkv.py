@@ -7,7 +7,8 @@ With the last w positions of the context as observation window,
 and the window itself always stays. The appendix is silent on the rest, so it is a setting: `groups` reduces the query
 heads of a KV head before pooling ("mean", as in the code RestoreKV's authors published, or "max"); `sinks` first
 columns of the context stay too (0; 4 in that code). The softmax runs over every key a query sees, prefix and window
-included, causally. kvpress's own version is "snapkv:window=64,kernel=5,pool=avg".
+included, causally; the pool runs over the context's columns. kvpress's own version is
+"snapkv:window=64,kernel=5,pool=avg".
 """
 
 from dataclasses import dataclass

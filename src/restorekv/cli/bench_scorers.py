@@ -1,0 +1,33 @@
+"""`restorekv bench-scorers`: what every method's scoring costs beside the prefill, on this machine."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from transformers import logging
+
+from restorekv.atomic import check_target, write_json
+from restorekv.bench.scorers import Options, markdown
+from restorekv.bench.scorers import run as measure
+from restorekv.cli.session import notes, output
+
+
+def run(
+    tokens: Annotated[int, typer.Option(help="Context length T.")] = 4096,
+    layers: Annotated[int, typer.Option(min=1, help="Fewer make a quick look; Qwen3-0.6B has 28.")] = 28,
+    method: Annotated[list[str], typer.Option(help="An evictor's name or am-fast; repeatable; all unless given.")] = (),
+    ratio: Annotated[float, typer.Option(help="The ratio that am-fast fits its cache for.")] = 0.05,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0 for PyTorch's own choice.")] = 0,
+    json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
+) -> None:
+    if json:
+        check_target(json)
+    logging.disable_progress_bar()
+    options = Options(
+        tokens=tokens, methods=tuple(method), ratio=ratio, threads=threads, shape={"num_hidden_layers": layers}
+    )
+    with notes.status("measuring") as status:
+        result = measure(options, status.update)
+    output.print(markdown(result), markup=False, soft_wrap=True)
+    if json:
+        write_json(json, result)
