@@ -8,7 +8,7 @@ from restorekv import compress, load_model
 from restorekv.bundled.suite import documents
 from restorekv.models import bundled_path
 
-SHIPPED = ("kvzip", "kvzip+", "contrastkv", "contrastkv-simple", "snapkv", "h2o")
+SHIPPED = ("kvzip", "kvzip+", "contrastkv", "contrastkv-simple", "snapkv", "h2o", "fastkvzip")
 ENGLISH = "Ordinary English, with 1,234 numbers, naïve accents and\n\ttabs: does it survive? “Yes!” — 100 %."
 
 

@@ -19,7 +19,7 @@ from restorekv.restore import RestoreAdapter
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parents[1] / "src" / "restorekv" / "bundled"
-EVICTORS = ("kvzip", "kvzip+", "contrastkv", "contrastkv-simple", "snapkv", "h2o")
+EVICTORS = ("kvzip", "kvzip+", "contrastkv", "contrastkv-simple", "snapkv", "h2o", "fastkvzip")
 AT_ONCE = 2  # trainings, a thread each
 
 
