@@ -12,7 +12,7 @@ FLOORS = [
     ["budget", "prompt", "cache", "atomic", "allocate"],
     ["attention"],
     ["models"],
-    ["prefill", "probe", "adapter_file", "gate_file"],
+    ["prefill", "probe", "adapter_file", "gate_file", "published_gate"],
     ["evictors", "restore"],
     ["prepared"],
     ["context_file", "generate"],

@@ -18,9 +18,9 @@ from restorekv.prefill import prefill
 from restorekv.probe import probing
 from restorekv.prompt import make_context
 from restorekv.train import features as features_module
-from restorekv.train import gate as gate_module
 from restorekv.train.features import Features, collect
-from restorekv.train.gate import GateConfig, cross_entropy, factor, overlap, spearman, train_gate, unstacked
+from restorekv.train.gate import measured, overlap, spearman, train_gate, unstacked
+from restorekv.train.gate_fits import FITS, USED, GateConfig, cross_entropy, factor, fit_linear
 
 CPU = torch.device("cpu")
 TEXTS = [f"the code of the red house is {word}; who lives in the blue house? " * 3 for word in ("seven", "ten", "two")]
@@ -43,7 +43,7 @@ def planted(kind, predict, tokens=600, scale=1.0):
 def test_ridge_finds_a_planted_linear_gate():
     shape, gate, hidden, target = planted("kvzap-linear", KVzap.predict, scale=0.2)
     data = Features(hidden, target.exp(), torch.zeros(600))
-    found = gate_module.fit_linear(data, shape, GateConfig("kvzap-linear", alpha=1e-9), CPU, silent)
+    found = fit_linear(data, shape, GateConfig("kvzap-linear", alpha=1e-9), CPU, silent)
     for name in gate:
         torch.testing.assert_close(found[name], gate[name], rtol=1e-4, atol=1e-5)
 
@@ -52,7 +52,7 @@ def test_ridge_is_the_penalised_minimum():
     """At the minimum of |y - XW - b|^2 + alpha |W|^2 the gradient vanishes, and the intercept has no penalty."""
     shape, _, hidden, target = planted("kvzap-mlp", KVzap.predict)
     data = Features(hidden, target.exp(), torch.zeros(600))
-    found = gate_module.fit_linear(data, shape, GateConfig("kvzap-linear", alpha=30.0), CPU, silent)
+    found = fit_linear(data, shape, GateConfig("kvzap-linear", alpha=30.0), CPU, silent)
     weight, bias = (found[name].double().requires_grad_() for name in ("weight", "bias"))
     error = torch.einsum("nld,lhd->nlh", hidden.double(), weight) + bias - target.double()
     loss = error.square().sum() + 30 * weight.square().sum()
@@ -63,20 +63,20 @@ def test_ridge_is_the_penalised_minimum():
 def test_a_floor_stands_for_log_zero():
     shape, _, hidden, target = planted("kvzap-linear", KVzap.predict)
     data = Features(hidden, torch.zeros_like(target), torch.zeros(600))
-    found = gate_module.fit_linear(data, shape, GateConfig("kvzap-linear", floor=1e-3), CPU, silent)
+    found = fit_linear(data, shape, GateConfig("kvzap-linear", floor=1e-3), CPU, silent)
     torch.testing.assert_close(found["bias"], torch.full((3, 2), math.log(1e-3)))
 
 
 @pytest.mark.parametrize("kind", ["fastkvzip", "kvzap-mlp"])
 def test_training_comes_close_to_a_planted_gate(kind):
-    fit, predict = gate_module.FITS[kind]
+    fit, predict = FITS[kind]
     shape, _, hidden, target = planted(kind, predict, tokens=1500)
     target = target if kind == "fastkvzip" else target.exp()
     data = Features(hidden, target, torch.arange(1500) // 500)
     train, held = data.held_out(0.3)
     few, many = GateConfig(kind, steps=1, epochs=1, lr=1e-9), GateConfig(kind, steps=400, epochs=40, batch=200)
     before, after = (
-        gate_module.measured(held, fit(train, shape, config, CPU, silent), predict, config, CPU)
+        measured(held, fit(train, shape, config.resolved(shape), CPU, silent), predict, config, CPU)
         for config in (few, many)
     )
     least = 0.0
@@ -207,9 +207,10 @@ def test_the_command_makes_a_gate_that_works(folder, tmp_path, kind):
     result = cli(*command(folder, out, "--kind", kind))
     assert result.code == 0 and "spearman" in result.out and "predicts" in result.out, result
     card = gate_file.read(out).card
-    assert card.kind == kind and card.target == gate_module.TARGETS[kind]
+    assert card.kind == kind and card.target == gate_file.TARGETS[kind]
     assert card.figures.keys() == {"held_out_loss", "spearman", "overlap_of_top_tenth"}
-    assert card.settings["tokens"] == 20 and card.settings["contexts"] == 3
+    assert card.settings.keys() == {"tokens", "held_out", "seed", "contexts", *USED[kind]}
+    assert None not in card.settings.values() and card.settings.get("width", 64) == 64
     assert len(list((tmp_path / "gate.safetensors.features").iterdir())) == 3
     (tmp_path / "text").write_text(TEXTS[0])
     spec = f"{kind.partition('-')[0]}:gate={out}"

@@ -13,10 +13,11 @@ from pathlib import Path
 import torch
 
 from restorekv.bundled.suite import LONGEST, SHORTEST
-from restorekv.gate_file import KINDS
+from restorekv.gate_file import KINDS, TARGETS
 from restorekv.models import load_model
 from restorekv.train.data import bundled_examples
-from restorekv.train.gate import TARGETS, GateConfig, train_gate
+from restorekv.train.gate import train_gate
+from restorekv.train.gate_fits import GateConfig
 
 CONTEXTS = 200
 

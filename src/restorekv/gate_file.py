@@ -29,7 +29,8 @@ from restorekv.errors import GateError
 from restorekv.models import CacheShape, bundled_path, model_fingerprint, model_name, rope_fingerprint
 
 FORMAT, VERSION = "restorekv-gate", "1"
-KINDS = ("fastkvzip", "kvzap-linear", "kvzap-mlp")
+TARGETS = {"fastkvzip": "kvzip", "kvzap-linear": "kvzip+", "kvzap-mlp": "kvzip+"}  # whose scores each kind predicts
+KINDS = tuple(TARGETS)
 MAKE = "make one with restorekv train-gate, or restorekv convert-gate for a published one"
 Layer = Mapping[str, Tensor]
 

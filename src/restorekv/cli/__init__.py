@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "inspect": ("restorekv.cli.inspect", "Show which tokens survive and where the budget falls."),
     "train": ("restorekv.cli.train", "Train a restore adapter by self-distillation."),
     "train-gate": ("restorekv.cli.train_gate", "Train a learned scorer, for the evictors fastkvzip and kvzap."),
+    "convert-gate": ("restorekv.cli.convert_gate", "Turn a published gate of Fast KVzip or KVzap into one of ours."),
     "eval": ("restorekv.cli.eval", "Score evictors on the bundled suite, with and without restoring."),
     "demo": ("restorekv.cli.demo", "Show the main job on the bundled model, with figures."),
     "bench": ("restorekv.cli.bench", "Measure time and memory beside kvpress 0.5.5."),

@@ -14,7 +14,8 @@ from restorekv.cli.session import figures_table, notes, open_model, output
 from restorekv.errors import RestoreKVError
 from restorekv.gate_file import KINDS
 from restorekv.train.data import bundled_examples, read_examples
-from restorekv.train.gate import GateConfig, train_gate
+from restorekv.train.gate import train_gate
+from restorekv.train.gate_fits import GateConfig
 
 DEFAULT = GateConfig()
 

@@ -1,0 +1,29 @@
+"""`restorekv convert-gate SOURCE -o gate.safetensors --model NAME`: a published gate becomes one of restorekv."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from restorekv import gate_file
+from restorekv.atomic import check_target
+from restorekv.cli import options
+from restorekv.cli.session import figures_table, open_model, output
+from restorekv.published_gate import FAST_KVZIP, convert
+
+
+def run(
+    source: Annotated[
+        str, typer.Argument(help=f"A .pt file of Fast KVzip, a folder of KVzap, a hub id of KVzap, or {FAST_KVZIP}.")
+    ],
+    out: Annotated[Path, typer.Option("--output", "-o", help="The gate file to write.")],
+    model: options.Model = "bundled",
+    dtype: options.Dtype = "auto",
+) -> None:
+    check_target(out)
+    loaded, _ = open_model(model, dtype)
+    gate = convert(source, loaded)
+    gate_file.write(out, gate)
+    rows = {"kind": gate.card.kind, "predicts": gate.card.target, "model": gate.card.model}
+    output.print(figures_table(f"Wrote {escape(str(out))}", rows))
