@@ -10,12 +10,29 @@ from restorekv.tables import name
 Rows = Sequence[Mapping]  # of `Evaluation.rows`, or read from `restorekv eval --json`
 
 
-def improved(rows: Rows, ratios: Iterable[float]) -> tuple[int, int, int]:
-    """Paired (method, group, ratio) cells: how many got better, how many of them with an interval above 0, how many."""
+def paired(rows: Rows, ratios: Iterable[float]) -> dict[tuple[str, str, float], Mapping]:
+    """The cells that compare a method with itself restored: (method, group, ratio) -> score and gain."""
     wanted = set(ratios)
-    gains = [cell for row in rows if row["restored"] and row["ratio"] in wanted for cell in row["groups"].values()]
-    better = [cell for cell in gains if cell["gain"] > 0]
-    return len(better), sum(cell["gain_low"] > 0 for cell in better), len(gains)
+    return {
+        (row["evictor"], group, row["ratio"]): cell
+        for row in rows
+        if row["restored"] and row["ratio"] in wanted
+        for group, cell in row["groups"].items()
+    }
+
+
+def verdict(rows: Rows, ratios: Iterable[float]) -> str:
+    """How many cells improve, and which do not, in words."""
+    cells = paired(rows, ratios)
+    better = [cell for cell in cells.values() if cell["gain"] > 0]
+    sure = sum(cell["gain_low"] > 0 for cell in better)
+    others = "; ".join(
+        f"{name(method, False)}, {group}, r = {ratio:g}: {span(cell, 'gain', 'gain_low', 'gain_high', sign='+')}"
+        for (method, group, ratio), cell in cells.items()
+        if cell["gain"] <= 0
+    )
+    told = f"**{len(better)} of {len(cells)} paired cells improve**, {sure} of them with an interval above zero."
+    return f"{told} Not improved: {others}." if others else told
 
 
 def markdown(rows: Rows, ratios: Sequence[float]) -> str:
