@@ -31,13 +31,12 @@ def train_gate(
         raise RestoreKVError("A gate needs at least two contexts, one of them to check it on; give more.")
     target, shape = TARGETS[config.kind], CacheShape.of(model)
     config = config.resolved(shape)
-    found = collect(model, tokenizer, texts, target, config.tokens, config.seed, features, resume, progress)
-    train, held = found.held_out(config.held_out)
+    settings = target, config.tokens, config.seed, features, resume, progress
+    train, held = collect(model, tokenizer, texts, *settings).held_out(config.held_out)
     fit, predict = FITS[config.kind]
     stacked = fit(train, shape, config, model.device, progress)
     figures = measured(held, stacked, predict, config, model.device)
-    settings = {**config.used(), "contexts": len(texts)}
-    card = GateCard.of(model, config.kind, target, settings=settings, figures=figures)
+    card = GateCard.of(model, config.kind, target, settings={**config.used(), "contexts": len(texts)}, figures=figures)
     gate = Gate(unstacked(stacked), card)
     gate_file.write(out, gate)
     return gate
