@@ -1,5 +1,7 @@
 """Allocations against sorting: counts are exact for any scores, ties go to the lower index, what is pinned stays."""
 
+from fractions import Fraction
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -91,7 +93,7 @@ def test_adakv_secures_a_share_and_ranks_the_rest(data, shape, safeguard):
     pairs = data.draw(st.integers(0, scores.numel()))
     keep = allocate.make(f"adakv:safeguard={safeguard}")(scores, pairs)
     for layer, kept, count in zip(scores, keep, shares(pairs, shape[0]), strict=True):
-        sure = int(safeguard * (count // shape[1]))
+        sure = int(Fraction(str(safeguard)) * (count // shape[1]))
         secured = {(head, column) for head in range(shape[1]) for column in best(layer[head].tolist(), sure)}
         others = [place for place in torch.cartesian_prod(*map(torch.arange, shape[1:])).view(-1, 2).tolist()
                   if tuple(place) not in secured]  # fmt: skip
@@ -110,6 +112,24 @@ def test_window_and_sinks_stay(spec, data, shape):
     scores = pin(drawn(data, shape, finite), columns)
     pairs = data.draw(st.integers(len(columns) * layers * heads, scores.numel()))
     assert allocate.make(spec)(scores, pairs)[..., columns].all()
+
+
+def test_the_safeguard_is_the_decimal_that_was_written():
+    scores = torch.arange(200.0).view(1, 2, 100)
+    assert allocate.make("adakv:safeguard=0.29")(scores, 100)[0, 0].sum() == 14  # 0.29 * 50 = 14.5
+    assert allocate.make("adakv:safeguard=0.58")(scores, 100)[0, 0].sum() == 29  # in floats 28.999999999999996
+    scores = torch.arange(400.0).view(1, 2, 200)
+    assert allocate.make("adakv:safeguard=0.29")(scores, 200)[0, 0].sum() == 29  # in floats 28.999999999999996
+
+
+@pytest.mark.parametrize("highest", [0.0, -5.0, 3e7, 1e30, 1e-30])
+def test_pinned_columns_stand_above_scores_of_any_size(highest):
+    scores = torch.full((1, 2, 10), highest - abs(highest))
+    scores[0, 1, 3] = highest
+    pinned = pin(scores, [2, 9, 5])
+    order = pinned[0, 0, [3, 2, 9, 5]].tolist()
+    assert highest < order[1] < order[2] < order[3] < float("inf") and order[0] <= highest
+    assert pinned[..., [0, 1, 3, 4, 6, 7, 8]].equal(scores[..., [0, 1, 3, 4, 6, 7, 8]])
 
 
 def test_a_global_ranking_may_empty_a_head():

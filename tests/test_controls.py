@@ -1,5 +1,6 @@
 """The paper's controls as configurations: offset only, restored from the evicted cache, fixed embeddings, no LoRA."""
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -8,10 +9,14 @@ from conftest import build_model
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.masking_utils import sdpa_mask
 
+from restorekv.budget import Budget
+from restorekv.bundled.world import Document, Question
 from restorekv.compressed import CompressedContext
-from restorekv.compression import Eviction, compress
-from restorekv.errors import AdapterError, RestoreKVError, RestoreKVWarning
+from restorekv.compression import Eviction, compress, method
+from restorekv.errors import AdapterError, BudgetError, RestoreKVError, RestoreKVWarning
+from restorekv.evaluate import FULL, evaluate
 from restorekv.prefill import prefill
+from restorekv.prepared import Conventions
 from restorekv.prompt import encode, question_ids
 from restorekv.restore import RestoreAdapter
 from restorekv.train.data import Example
@@ -211,3 +216,54 @@ def test_every_allocation_fills_the_budget(tiny_model, tiny_tokenizer, allocatio
             assert len(cache.lengths.unique()) == 1 and budget.whole_tokens
         if allocation != "global":
             assert len(cache.lengths.sum(-1).unique()) <= 2
+
+
+def test_controls_that_would_do_nothing_are_refused(tiny_model, tiny_tokenizer):
+    adapter = make_adapter(tiny_model)
+    with pytest.raises(RestoreKVError, match="no adapter"):
+        compress(tiny_model, tiny_tokenizer, TEXT, ratio=0.3, adapter=None, restore_from="evicted")
+    with pytest.raises(RestoreKVError, match="no restore pass"):
+        method("am-fast", Conventions.make(restore_from="evicted"))
+    moved = Eviction.make("knorm", offset=5).prepare(tiny_model, tiny_tokenizer, TEXT)
+    with pytest.raises(RestoreKVError, match="offset"):
+        moved.restored_by(adapter)
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "k_prj"), ("q_proj", " k_proj")])
+def test_every_lora_target_must_exist(targets):
+    with pytest.raises(AdapterError, match="k_pr"):
+        RestoreAdapter.create(build_model("qwen3"), TOKENS, targets=targets)
+
+
+def test_an_adapter_of_another_prefix_policy_is_warned_about(tiny_tokenizer, tmp_path):
+    model = build_model("qwen3")
+    adapter = train(model, tiny_tokenizer, [EXAMPLE], replace(TINY, prefix_policy="counted"), tmp_path)
+    with pytest.warns(RestoreKVWarning, match="prefix policy counted, not free"):
+        compress(model, tiny_tokenizer, TEXT, ratio=0.3, adapter=adapter)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compress(model, tiny_tokenizer, TEXT, ratio=0.3, adapter=adapter, prefix_policy="counted")
+
+
+def test_a_ready_budget_must_fit_the_allocation(tiny_model, tiny_tokenizer):
+    prepared = Eviction.make("knorm", allocation="per-head").prepare(tiny_model, tiny_tokenizer, TEXT)
+    layers, heads, tokens = prepared.scores.shape
+    loose = next(
+        made for count in range(1, 99) if (made := Budget.of_ratio(f"{count / 99:.4f}", tokens, layers, heads)).total
+        % (layers * heads)
+    )  # fmt: skip
+    with pytest.raises(BudgetError, match="whole tokens"):
+        prepared.at(loose)
+    whole = Budget.of_ratio(loose.ratio, tokens, layers, heads, whole_tokens=True)
+    assert len(prepared.at(whole).lengths.unique()) == 1
+
+
+def test_the_full_cache_is_asked_without_the_offset(tiny_tokenizer):
+    model = build_model("qwen3")
+    question = Question("Which code?", ("seven",), "seven", "single", "all", 4)
+    made = [Document(TEXT, "needles", (question,))]
+    plain, moved = (
+        evaluate(model, tiny_tokenizer, made, {"knorm": None}, (0.5,), Conventions.make(offset=offset)).cells[FULL]
+        for offset in (0, 200)
+    )
+    assert plain.answers == moved.answers

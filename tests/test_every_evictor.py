@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import build_model
-from test_gates import save_gate
+from test_gates import random_layers, save_gate
 
 from restorekv import evictors
 from restorekv.compressed import CompressedContext
 from restorekv.compression import Eviction, compress
+from restorekv.errors import RestoreKVWarning
 from restorekv.evictors import EVICTORS
 from restorekv.models import CacheShape
 from restorekv.prompt import make_context
@@ -42,7 +43,7 @@ def test_scores_budget_restore_file_and_answer(tiny_model, tiny_tokenizer, tmp_p
         budget = prepared.budget(ratio)
         assert prepared.conventions.counted_pairs(prepared.at(ratio), context) == budget.total
     made = compress(model, tiny_tokenizer, TEXT, evictor=spec, ratio=0.3, adapter=adapter, allocation=allocation)
-    assert made.manifest.evictor == spec and made.manifest.allocation == allocation
+    assert made.manifest.evictor == evictors.make(spec).identity(model) and made.manifest.allocation == allocation
     made.save(tmp_path / "doc.rkv")
     again = CompressedContext.load(tmp_path / "doc.rkv", model, tiny_tokenizer)
     assert again.ask(QUESTION, 4) == made.ask(QUESTION, 4)
@@ -66,7 +67,7 @@ def test_a_training_step_reaches_the_adapter(tiny_tokenizer, tmp_path, name):
     adapter = train(
         model, tiny_tokenizer, [Example(TEXT, (QUESTION,), (None,))], replace(CONFIG, evictor=spec), tmp_path
     )
-    assert adapter.card.evictor == spec
+    assert adapter.card.evictor == evictors.make(spec).identity(model)
     assert any(value.abs().max() > 0 for key, value in adapter.tensors.items() if "lora_B" in key)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -74,7 +75,7 @@ def test_a_training_step_reaches_the_adapter(tiny_tokenizer, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_specs_come_back(tmp_path, name):
+def test_specs_come_back(name):
     evictor = evictors.make(name)
     assert evictor.spec == name and evictors.make(evictor.spec) == evictor
 
@@ -88,3 +89,20 @@ def test_a_counted_prefix_is_given_up_first(tiny_model, tiny_tokenizer, tmp_path
     for layer in prepared.at(0.5).layers:
         assert not ((layer.positions >= 4) & (layer.positions < prefix)).any()
         assert sum(int(position) < 4 for position in layer.positions) == 4 * layer.heads
+
+
+def test_a_gate_is_known_by_what_is_in_it(tiny_tokenizer, tmp_path):
+    model = build_model("qwen3")
+    path = save_gate(tmp_path / "one.safetensors", "fastkvzip", model)
+    spec = f"fastkvzip:gate={path}"
+    examples = [Example(TEXT, (QUESTION,), (None,))]
+    adapter = train(model, tiny_tokenizer, examples, replace(CONFIG, evictor=spec), tmp_path)
+    (tmp_path / "two.safetensors").write_bytes((tmp_path / "one.safetensors").read_bytes())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        same = f"fastkvzip:gate={tmp_path / 'two.safetensors'}"
+        first = compress(model, tiny_tokenizer, TEXT, evictor=same, ratio=0.3, adapter=adapter)
+    save_gate(tmp_path / "one.safetensors", "fastkvzip", model, random_layers("fastkvzip", model, seed=1))
+    with pytest.warns(RestoreKVWarning, match="trained with the evictor"):
+        other = compress(model, tiny_tokenizer, TEXT, evictor=spec, ratio=0.3, adapter=adapter)
+    assert first.manifest.evictor == adapter.card.evictor != other.manifest.evictor

@@ -106,8 +106,18 @@ def test_ranks_and_overlap():
     assert float(spearman(first, first.exp())) == pytest.approx(1)
     assert float(spearman(first, -first)) == pytest.approx(-1)
     assert float(spearman(first, torch.tensor([1.0, 3, 2, 4]))) == pytest.approx(1 - 6 * 2 / (4 * 15))
+    tied = torch.tensor([0.0, 0.0, 1.0, 1.0])  # ranks 1.5, 1.5, 3.5, 3.5
+    assert float(spearman(tied, torch.tensor([1.0, 2, 3, 4]))) == pytest.approx(2 / 5**0.5)
+    assert float(spearman(torch.zeros(4), first)) == 0, "what knows nothing agrees with nothing"
     assert float(overlap(first, torch.tensor([1.0, 3, 2, 4]), 0.25)) == 0
     assert float(overlap(first, torch.tensor([1.0, 3, 2, 4]), 0.5)) == 1
+
+
+@pytest.mark.parametrize("share", [0.01, 0.8, 0.99])
+def test_some_contexts_are_left_to_train_on(share):
+    data = Features(torch.zeros(4, 1, 2), torch.zeros(4, 1, 1), torch.arange(4) // 2)
+    train, held = data.held_out(share)
+    assert len(train.target) == len(held.target) == 2
 
 
 def test_whole_contexts_are_held_out():
@@ -208,7 +218,9 @@ def test_the_command_makes_a_gate_that_works(folder, tmp_path, kind):
     assert result.code == 0 and "spearman" in result.out and "predicts" in result.out, result
     card = gate_file.read(out).card
     assert card.kind == kind and card.target == gate_file.TARGETS[kind]
-    assert card.figures.keys() == {"held_out_loss", "spearman", "overlap_of_top_tenth"}
+    assert card.figures.keys() == {
+        "held_out_loss", "spearman", "spearman_within_heads", "overlap_of_top_tenth"
+    }  # fmt: skip
     assert card.settings.keys() == {"tokens", "held_out", "seed", "contexts", *USED[kind]}
     assert None not in card.settings.values() and card.settings.get("width", 64) == 64
     assert len(list((tmp_path / "gate.safetensors.features").iterdir())) == 3

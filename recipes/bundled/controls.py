@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -70,7 +70,11 @@ documents; prefix policy free, allocation global, float32. Rows: [results/contro
 def measure(folder: Path, name: str, threads: int) -> None:
     """Train the variant, unless that is done, and ask the suite."""
     control, path = CONTROLS[name], folder / f"{name}.json"
+    settings = None if control.train is None else asdict(replace(SETTINGS, **control.train))
+    made_with = json.loads(json.dumps({"train": settings, "documents": COUNT, **control.conventions}))
     if path.exists():
+        if json.loads(path.read_text())["made_with"] != made_with:
+            raise RestoreKVError(f"{path} was made with other settings; choose another folder.")
         return
     torch.set_num_threads(threads)
     model, tokenizer = load_model("bundled")
@@ -87,11 +91,11 @@ def measure(folder: Path, name: str, threads: int) -> None:
     conventions = Conventions.make(on_tight="fewer", **control.conventions)
     made = documents(tokenizer, COUNT)
     result = evaluate(model, tokenizer, made, {"kvzip": adapter}, RATIOS, conventions, progress=told)
-    write_json(path, payload(result))
+    write_json(path, {**payload(result), "made_with": made_with})
 
 
 def table(folder: Path) -> None:
-    """From the files of all variants."""
+    """From the files of all variants, which `measure` has checked."""
     found = {name: json.loads((folder / f"{name}.json").read_text()) for name in CONTROLS}
     first = found["base"]
     if any(each["conventions"]["fingerprint"] != first["conventions"]["fingerprint"] for each in found.values()):
@@ -119,6 +123,8 @@ def main() -> None:
     for name in options.names:
         measure(options.folder, name, options.threads)
     if all((options.folder / f"{name}.json").exists() for name in CONTROLS):
+        for name in CONTROLS:
+            measure(options.folder, name, options.threads)
         table(options.folder)
 
 

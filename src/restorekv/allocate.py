@@ -7,6 +7,8 @@ heads get one more.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from fractions import Fraction
+from math import floor
 from typing import ClassVar
 
 import torch
@@ -87,7 +89,7 @@ class AdaKV(Allocation):
 
     def layer(self, scores: Tensor, pairs: int) -> Tensor:
         """(H, T) -> mask: floor(safeguard * floor(pairs / H)) of each head first, the rest over the whole layer."""
-        sure = int(self.safeguard * (pairs // len(scores)))
+        sure = floor(Fraction(str(self.safeguard)) * (pairs // len(scores)))
         keep = torch.stack([exact_top(head, sure) for head in scores])
         others = (~keep).nonzero(as_tuple=True)
         keep[others] = exact_top(scores[others], pairs - sure * len(scores))

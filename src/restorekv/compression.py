@@ -53,10 +53,9 @@ class Eviction:
         """From an evictor's spec and the arguments of `Conventions.make`."""
         return cls(evictors.make(evictor), adapter, Conventions.make(**conventions))
 
-    @property
-    def spec(self) -> str:
+    def identity(self, model: PreTrainedModel) -> str:
         """The evictor's."""
-        return self.evictor.spec
+        return self.evictor.identity(model)
 
     def prepare(
         self, model: PreTrainedModel, tokenizer: Tokenizer, context: str | Context, progress: Progress | None = None
@@ -122,7 +121,7 @@ def compress(
         seconds = dict(prepared.seconds)
         with timed(seconds, "evict"):
             cache = prepared.at(wanted)
-        made = describe(model, tokenizer, prepared, wanted, cache, seconds, eviction.spec, restorer)
+        made = describe(model, tokenizer, prepared, wanted, cache, seconds, eviction.identity(model), restorer)
     return CompressedContext(model, tokenizer, parsed, cache, made)
 
 
@@ -152,13 +151,17 @@ def load_adapter(
     if adapter == "auto":
         adapter = None if eviction.conventions.offset else bundled_adapter(model, eviction.evictor.spec)
     if adapter is None:
+        if eviction.conventions.restore_from != "full":
+            raise RestoreKVError("restore_from is about a restore pass, and there is no adapter; give one.")
         return None
     if not isinstance(adapter, RestoreAdapter):
         adapter = RestoreAdapter.from_pretrained(model, adapter)
     if adapter.model is not model:
         raise AdapterError("The adapter was made for another model object; load it for this one.")
     conventions = eviction.conventions
-    adapter.check_use(eviction.evictor.spec, conventions.allocation.spec, conventions.restore_from)
+    adapter.check_use(
+        eviction.identity(model), conventions.allocation.spec, conventions.restore_from, conventions.prefix_policy
+    )
     return adapter
 
 

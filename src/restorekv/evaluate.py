@@ -99,12 +99,14 @@ def evaluate(
     """
     cells: dict[Key, Cell] = {FULL: Cell()}
     described: dict[str, dict | None] = {}
+    methods: dict[str, str] = {}
     for turn, (evictor, source) in enumerate(adapters.items()):
         base = method(evictor, conventions)
         adapter = load_adapter(model, source, base)
         with torch.no_grad():
             eviction = replace(base, adapter=adapter) if adapter else base
             described[evictor] = adapter.identity() if adapter else None
+            methods[evictor] = base.identity(model)
             keys = [
                 (evictor, restored, ratio) for restored in ((False, True) if adapter else (False,)) for ratio in ratios
             ]
@@ -112,13 +114,14 @@ def evaluate(
             for index, document in enumerate(documents):
                 prepared = eviction.prepare(model, tokenizer, document.text)
                 if turn == 0:
-                    record(cells[FULL], model, tokenizer, prepared, prepared.at(1, restored=False), index, document)
+                    plain = replace(prepared, conventions=replace(prepared.conventions, offset=0))
+                    record(cells[FULL], model, tokenizer, plain, plain.at(1, restored=False), index, document)
                 for key in keys:
                     record(
                         cells[key], model, tokenizer, prepared, prepared.at(key[2], restored=key[1]), index, document
                     )
                 progress(turn * len(documents) + index + 1, len(adapters) * len(documents))
-    return Evaluation(cells, recorded(model, described, conventions, len(documents)))
+    return Evaluation(cells, recorded(model, methods, described, conventions, len(documents)))
 
 
 def record(
@@ -189,7 +192,7 @@ def tally(answers: Sequence[Answer]) -> tuple[np.ndarray, np.ndarray]:
     return sums, counts
 
 
-def recorded(model, adapters: dict, conventions: Conventions, documents: int) -> dict:
+def recorded(model, methods: dict, adapters: dict, conventions: Conventions, documents: int) -> dict:
     """Everything a reader needs to compare these figures with others."""
     return {
         "model": model_name(model),
@@ -198,6 +201,7 @@ def recorded(model, adapters: dict, conventions: Conventions, documents: int) ->
         "rope": rope_fingerprint(model.config),
         **conventions.described(),
         "budget": "B = floor(r T L H), exact",
+        "methods": methods,
         "adapters": adapters,
         "suite": "bundled",
         "documents": documents,

@@ -14,7 +14,7 @@ The header holds the card and a SHA-256 over the card and every tensor.
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -56,10 +56,11 @@ class GateCard:
 
 @dataclass(frozen=True)
 class Gate:
-    """One mapping of parameters a layer, and the card."""
+    """One mapping of parameters a layer, the card, and, once read from a file, 16 hex digits of the parameters."""
 
     layers: Sequence[Layer]
     card: GateCard
+    digest: str = ""
 
 
 def write(path: Path, gate: Gate) -> None:
@@ -89,7 +90,7 @@ def read(path: Path) -> Gate:
         card = None
     if card is None:
         raise GateError(f"The gate {path} is damaged; {MAKE}.")
-    return Gate(split(tensors), card)
+    return Gate(split(tensors), card, digest(tensors, "")[:16])
 
 
 def read_header(path: Path) -> dict[str, str]:
@@ -195,7 +196,6 @@ def load(model: PreTrainedModel, source: str, kinds: Sequence[str]) -> Gate:
         path = path or shipped(model, kinds)
         gate = read(path)
         check(path, gate, model, kinds)
-        known[key] = Gate(
-            [{name: tensor.to(model.device) for name, tensor in layer.items()} for layer in gate.layers], gate.card
-        )
+        layers = [{name: tensor.to(model.device) for name, tensor in layer.items()} for layer in gate.layers]
+        known[key] = replace(gate, layers=layers)
     return known[key]

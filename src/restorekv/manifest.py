@@ -30,7 +30,7 @@ def describe(
     evictor: str,
     adapter: RestoreAdapter | None,
 ) -> Manifest:
-    """`evictor` is the method's spec; pairs and bytes are those of `cache`."""
+    """`evictor` is the method's identity; pairs and bytes are those of `cache`."""
     shape, context = CacheShape.of(model), prepared.context
     columns = shape.layers * shape.heads * context.positions
     element = cache.layers[0].context_keys.element_size()

@@ -74,7 +74,10 @@ class Conventions:
             whole = self.allocation.rectangular
             return Budget.of_ratio(ratio, columns, layers, heads, restore_tokens, self.on_tight, whole)
         if (ratio.tokens, ratio.layers, ratio.heads) != (columns, layers, heads):
-            raise BudgetError(f"The budget is for {ratio.tokens} tokens, the context has {columns}; make another.")
+            made = f"{ratio.tokens} tokens, {ratio.layers} layers and {ratio.heads} heads"
+            raise BudgetError(f"The budget is for {made}, not {columns}, {layers} and {heads}; make another.")
+        if self.allocation.rectangular and ratio.total % (layers * heads):
+            raise BudgetError("Heads of one length need whole tokens per head; make the budget with whole_tokens=True.")
         return ratio
 
     def counted_pairs(self, cache: RaggedCache, context: Context) -> int:
@@ -102,6 +105,8 @@ class Prepared:
         """The same context with the adapter's restore cache; this one stays without. Gradients reach the adapter."""
         if self.restore_tokens:
             raise RestoreKVError("This context has a restore cache already; prepare it without an adapter.")
+        if self.conventions.offset:
+            raise RestoreKVError("An offset is the control without restore states; prepare without it to restore.")
         if self.conventions.restore_from == "evicted":
             return replace(self, restorer=adapter, restore_tokens=adapter.restore_tokens)
         full = copy.copy(self.full)

@@ -159,8 +159,17 @@ class RestoreAdapter(nn.Module):
             allocation=allocation, restore_from=restore_from,
         )  # fmt: skip
 
-    def check_use(self, evictor: str, allocation: str = "global", restore_from: str = "full") -> None:
-        """An adapter restores what its own eviction loses; with another one it may do worse than none."""
+    def check_use(
+        self,
+        evictor: str,
+        allocation: str | None = None,
+        restore_from: str | None = None,
+        prefix_policy: str | None = None,
+    ) -> None:
+        """An adapter restores what its own eviction loses; with another one it may do worse than none.
+
+        Compares what is given with what the adapter's card tells; published adapters have no card.
+        """
         card = self.card
         if card.evictor is None:
             return
@@ -168,8 +177,9 @@ class RestoreAdapter(nn.Module):
             ("evictor", card.evictor, evictor),
             ("allocation", card.allocation, allocation),
             ("restore pass over the cache", card.restore_from, restore_from),
+            ("prefix policy", card.prefix_policy, prefix_policy),
         ):
-            if trained != used:
+            if None not in (trained, used) and trained != used:
                 message = f"The adapter was trained with the {what} {trained}, not {used}; expect worse answers."
                 warnings.warn(message, RestoreKVWarning, stacklevel=2)
 
@@ -241,6 +251,14 @@ def build(model: PreTrainedModel, config: LoraConfig) -> dict[str, LoraLayer]:
         remove(model)
         for parameter, flag in flags:
             parameter.requires_grad_(flag)
+    wanted = config.target_modules
+    missing = set() if isinstance(wanted, str) or wanted is None else {
+        name for name in wanted if not any(path == name or path.endswith(f".{name}") for path in layers)
+    }  # fmt: skip
+    if missing:
+        raise AdapterError(
+            f"{type(model).__name__} has no linear layer {sorted(missing)[0]!r} for LoRA; name layers that it has."
+        )
     for layer in layers.values():
         layer.eval()
         for part in (layer.lora_A[NAME], layer.lora_B[NAME]):

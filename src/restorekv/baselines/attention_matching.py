@@ -72,6 +72,8 @@ class AttentionMatching:
             raise RestoreKVError("am-fast's instruction and file of head budgets must be written without commas.")
         if self.conventions.prefix_policy != "free":
             raise RestoreKVError("am-fast compresses the article alone; use the prefix policy free.")
+        if self.conventions.restore_from != "full":
+            raise RestoreKVError("am-fast has no restore pass; leave out restore_from.")
         if self.conventions.allocation != GLOBAL:
             raise RestoreKVError("am-fast divides the budget among heads itself; set heads=FILE, not an allocation.")
         if self.heads != UNIFORM:
@@ -81,6 +83,10 @@ class AttentionMatching:
     def spec(self) -> str:
         """The shortest spec that makes this method."""
         return spec.write(self.name, replace(self, conventions=PLAIN))
+
+    def identity(self, model: PreTrainedModel) -> str:
+        """For records."""
+        return self.spec
 
     @torch.no_grad()
     def prepare(

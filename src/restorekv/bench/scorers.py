@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import compression, gate_file
 from restorekv.bench import processor
-from restorekv.bench.meter import Peak, timed
+from restorekv.bench.meter import Peak
 from restorekv.bench.workload import SHAPE, save_model, save_tokenizer, text_of
 from restorekv.budget import exact_ratio
 from restorekv.compressed import size
@@ -32,6 +32,7 @@ from restorekv.evictors import EVICTORS
 from restorekv.gate_file import Gate, GateCard
 from restorekv.models import CacheShape, load_model
 from restorekv.prefill import prefill
+from restorekv.prepared import timed
 from restorekv.prompt import make_context
 
 WARM_UP = 64

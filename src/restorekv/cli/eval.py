@@ -42,6 +42,8 @@ def run(
         raise RestoreKVError(f"The split {split!r} is for training; evaluate on another one.")
     ratios = [float(exact_ratio(value)) for value in ratio]
     adapters = dict(adapter_of(value) for value in evictor)
+    if len(adapters) < len(evictor):
+        raise RestoreKVError("An evictor can be asked for with one adapter at a time; run eval once for each.")
     conventions = Conventions.make(prefix_policy, on_tight, allocation, restore_from, offset)
     for name in adapters:
         method(name, conventions)

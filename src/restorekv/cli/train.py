@@ -55,7 +55,7 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoint.")] = False,
     **settings: Any,
 ) -> None:
-    targets = () if settings["targets"] == "none" else tuple(settings["targets"].split(","))
+    targets = () if settings["targets"] == "none" else tuple(name.strip() for name in settings["targets"].split(","))
     config = TrainConfig(**{**settings, "targets": targets})
     if shortest > longest:
         raise RestoreKVError(f"--shortest {shortest} is more than --longest {longest}; swap them.")

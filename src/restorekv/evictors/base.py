@@ -28,6 +28,10 @@ class Evictor(ABC):
         """The shortest spec that makes this evictor."""
         return spec.write(self.name, self)
 
+    def identity(self, model: PreTrainedModel) -> str:
+        """What decides the scores of `model`, for records: the spec, with files told by what is in them."""
+        return self.spec
+
     def watch(self, model: PreTrainedModel, context: Context) -> Watch | None:
         """A fresh object that is called with every layer's probe while the context is prefilled, in chunks of any
         size, and then handed to `score`; None for methods that need no look at the prefill."""
@@ -49,5 +53,7 @@ def pin(scores: Tensor, columns: Iterable[int]) -> Tensor:
     scores = scores.clone()
     if columns:
         above = torch.arange(1, len(columns) + 1, dtype=scores.dtype, device=scores.device)
-        scores[..., columns] = scores.max() + above
+        highest = scores.max()
+        gap = torch.nextafter(highest, highest.new_tensor(torch.inf)) - highest  # above 2^24 adding 1 changes nothing
+        scores[..., columns] = highest + above * (2 * gap).clamp_min(1)
     return scores

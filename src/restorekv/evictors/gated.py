@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -52,6 +52,9 @@ class Gated(Evictor):
     def load(self, model: PreTrainedModel) -> Gate:
         """The gate for `model`; raises GateError."""
         return gate_file.load(model, self.gate, self.kinds)
+
+    def identity(self, model: PreTrainedModel) -> str:
+        return replace(self, gate=self.load(model).digest).spec
 
     @staticmethod
     @abstractmethod

@@ -42,8 +42,10 @@ class SnapKV(Evictor):
     sinks: int = 0
 
     def __post_init__(self) -> None:
-        if self.window < 1 or self.kernel % 2 == 0:
-            raise RestoreKVError(f"snapkv takes window >= 1 and an odd kernel, not {self.window} and {self.kernel}.")
+        if self.window < 1 or self.kernel % 2 == 0 or self.kernel > 1023:
+            raise RestoreKVError(
+                f"snapkv takes window >= 1 and an odd kernel up to 1023, not {self.window} and {self.kernel}."
+            )
         if self.pool not in ("max", "avg") or self.groups not in REDUCTIONS:
             raise RestoreKVError(f"snapkv takes pool=max|avg and groups=max|mean, not {self.pool} and {self.groups}.")
 

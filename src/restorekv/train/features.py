@@ -51,7 +51,8 @@ class Features:
         count = int(self.document.max()) + 1
         if count < 2:
             raise RestoreKVError("One context leaves none to check the gate on; give at least two.")
-        chosen = torch.linspace(0, count - 1, max(round(share * count), 1)).round().long()
+        most = min(max(round(share * count), 1), count - 1)
+        chosen = torch.linspace(0, count - 1, most).round().long()
         held = torch.isin(self.document, chosen)
         return self.where(~held), self.where(held)
 

@@ -52,25 +52,33 @@ def measured(
     data: Features, gate: Stacked, predict: Predict, config: GateConfig, device: torch.device
 ) -> dict[str, float]:
     """On contexts that were held out: the loss, and how alike gate and evictor rank the pairs of a context."""
-    losses, ranks, shared = [], [], []
+    losses, alike, within, shared = [], [], [], []
     for document in data.document.unique():
         hidden, target = data.part(data.document == document, device)
         with torch.no_grad():
             scores = predict(gate, hidden)
         losses.append(loss_of(config)(scores, target))
-        ranks.append(spearman(scores, target))
+        alike.append(spearman(scores, target))
+        pairs = zip(scores.flatten(0, 1), target.flatten(0, 1), strict=True)
+        within.append(torch.stack([spearman(*pair) for pair in pairs]).mean())
         shared.append(overlap(scores, target))
     return {
         "held_out_loss": float(torch.stack(losses).mean()),
-        "spearman": float(torch.stack(ranks).mean()),
+        "spearman": float(torch.stack(alike).mean()),
+        "spearman_within_heads": float(torch.stack(within).mean()),
         "overlap_of_top_tenth": float(torch.stack(shared).mean()),
     }
 
 
 def spearman(first: Tensor, second: Tensor) -> Tensor:
-    """Rank correlation of two tensors of scores, over all their entries; ties are ranked in order."""
-    ranks = torch.stack([scores.flatten().argsort(stable=True).argsort() for scores in (first, second)])
-    return torch.corrcoef(ranks.double())[0, 1]
+    """Rank correlation of two tensors of scores, over all their entries; equals share a rank, a constant has 0."""
+    return torch.corrcoef(torch.stack([ranks(first), ranks(second)]))[0, 1].nan_to_num()
+
+
+def ranks(scores: Tensor) -> Tensor:
+    """Flat, from 1, float64; equal scores get the mean of their places."""
+    _, place, counts = scores.flatten().unique(return_inverse=True, return_counts=True)
+    return (counts.cumsum(0) - (counts - 1) / 2).double()[place]
 
 
 def overlap(first: Tensor, second: Tensor, share: float = 0.1) -> Tensor:

@@ -175,7 +175,7 @@ def train(
                 file.flush()
                 checkpoint(folder, config, adapter, optimizer, step + 1)
     adapter.describe(
-        evictor=lessons.eviction.evictor.spec,
+        evictor=lessons.eviction.identity(model),
         prefix_policy=config.prefix_policy,
         ratio_range=(config.ratio_min, config.ratio_max),
         allocation=lessons.eviction.conventions.allocation.spec,
