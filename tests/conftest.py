@@ -1,5 +1,7 @@
 """Tiny random models of both families and a tokenizer made in memory: nothing is downloaded."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -79,3 +81,12 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
         padding_side="left",
         chat_template=TEMPLATE,
     )
+
+
+@pytest.fixture(scope="module")
+def worst(request: pytest.FixtureRequest) -> Iterator[dict[str, float]]:
+    """For conformance tests: the largest error of every kind, printed when all is done."""
+    found = {}
+    yield found
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print("\n" + "\n".join(f"{kind}: {error:.1e}" for kind, error in sorted(found.items())))

@@ -1,11 +1,14 @@
 """What ships: a model that transformers loads, adapters that fit it, and answers that are right."""
 
+import warnings
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from restorekv import compress, load_model
 from restorekv.bundled.suite import documents
+from restorekv.errors import RestoreKVWarning
 from restorekv.models import bundled_path
 
 SHIPPED = ("kvzip", "kvzip+", "contrastkv", "contrastkv-simple", "snapkv", "h2o", "fastkvzip")
@@ -36,8 +39,10 @@ def test_all_weights_together_stay_under_25_megabytes():
 def test_the_shipped_adapter_is_found_and_used(bundled, evictor):
     model, tokenizer = bundled
     document = documents(tokenizer, 1, split="check", low=512, high=600)[0]
-    small = compress(model, tokenizer, document.text, evictor=evictor, ratio=0.2, adapter="auto")
-    assert small.manifest.restore_tokens > 0 and small.manifest.adapter["evictor"] == evictor
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RestoreKVWarning)
+        small = compress(model, tokenizer, document.text, evictor=evictor, ratio=0.2, adapter="auto")
+    assert small.manifest.restore_tokens > 0 and small.manifest.adapter["evictor"] == small.manifest.evictor
     assert small.manifest.model == "bundled"
     layers, heads = small.manifest.shape["layers"], small.manifest.shape["heads"]
     assert small.manifest.pairs == small.manifest.tokens * layers * heads // 5

@@ -15,6 +15,7 @@ from restorekv.compressed import CompressedContext
 from restorekv.compression import Eviction, compress, method
 from restorekv.errors import AdapterError, BudgetError, RestoreKVError, RestoreKVWarning
 from restorekv.evaluate import FULL, evaluate
+from restorekv.models import load_model
 from restorekv.prefill import prefill
 from restorekv.prepared import Conventions
 from restorekv.prompt import encode, question_ids
@@ -197,6 +198,21 @@ def test_a_rectangular_cache_is_a_plain_one(tiny_model, tiny_tokenizer, restored
     assert not restored or plain.layers[0].keys[:, :, -1].abs().min() > 0, "a copy"
 
 
+@pytest.mark.parametrize("restored", [False, True])
+def test_transformers_answers_from_a_plain_cache_as_we_do(tiny_model, tiny_tokenizer, restored):
+    adapter = make_adapter(tiny_model) if restored else None
+    options = {"evictor": "random", "ratio": 0.2, "adapter": adapter, "allocation": "per-head"}
+    made = compress(tiny_model, tiny_tokenizer, TEXT, **options)
+    plain, inputs = made.cache.to_dynamic_cache(), made.plain_inputs(QUESTION)
+    held = plain.get_seq_length()
+    told = tiny_model.generate(
+        **inputs, past_key_values=plain, max_new_tokens=8, do_sample=False, eos_token_id=2, pad_token_id=0
+    )
+    asked = inputs["input_ids"].shape[1]
+    assert plain.get_seq_length() == held + told.shape[1] - 1, "the text was not read again"
+    assert tiny_tokenizer.decode(told[0, asked:], skip_special_tokens=True) == made.ask(QUESTION, 8)
+
+
 def test_a_ragged_cache_is_not_a_plain_one(tiny_model, tiny_tokenizer):
     prepared = Eviction.make("kvzip").prepare(tiny_model, tiny_tokenizer, TEXT)
     with pytest.raises(RestoreKVError, match="per-head"):
@@ -216,6 +232,21 @@ def test_every_allocation_fills_the_budget(tiny_model, tiny_tokenizer, allocatio
             assert len(cache.lengths.unique()) == 1 and budget.whole_tokens
         if allocation != "global":
             assert len(cache.lengths.sum(-1).unique()) <= 2
+
+
+def test_an_offset_leaves_the_shipped_adapter_out_and_says_so():
+    model, tokenizer = load_model("bundled")
+    with pytest.warns(RestoreKVWarning, match="no adapter is used"):
+        made = compress(model, tokenizer, TEXT, ratio=0.5, offset=3)
+    assert made.manifest.adapter is None
+
+
+def test_a_failed_start_leaves_no_folder(tiny_tokenizer, tmp_path):
+    with pytest.raises(AdapterError):
+        train(build_model("qwen3"), tiny_tokenizer, [EXAMPLE], replace(TINY, targets=("x",)), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(RestoreKVError, match="nothing to train"):
+        replace(TINY, evictor="am-fast")
 
 
 def test_controls_that_would_do_nothing_are_refused(tiny_model, tiny_tokenizer):

@@ -3,7 +3,7 @@
     python recipes/bundled/controls.py runs/controls [NAME ...]          (resumes; all unless named)
 
 Every variant is trained on KVzip with the recipe's settings but its own, and asked the same held-out documents.
-Writes FOLDER/<name>.json, and docs/results/controls.json and docs/controls.md when all are there.
+Writes FOLDER/<name>.json, and docs/results/controls.json and docs/controls.md from those that are there.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ INTRO = """# Controls and ablations
 `make controls`: KVzip on the bundled model, {documents} held-out documents of the bundled suite. Every variant was
 trained with the recipe's settings but the one named (seed 0, one run each) and holds exactly as many pairs as the base.
 Where n restore tokens exceed the budget of a short document, fewer are used. Score with a 95 % bootstrap over
-documents; prefix policy free, allocation global, float32. Rows: [results/controls.json](results/controls.json).
+documents; prefix policy free, allocation global, float32. Variants of the recipe that are not listed have not been run.
+Rows: [results/controls.json](results/controls.json).
 
 | variant | r = 0.2 | r = 0.1 | r = 0.05 |
 |---|---|---|---|
@@ -94,15 +95,16 @@ def measure(folder: Path, name: str, threads: int) -> None:
     write_json(path, {**payload(result), "made_with": made_with})
 
 
-def table(folder: Path) -> None:
-    """From the files of all variants, which `measure` has checked."""
-    found = {name: json.loads((folder / f"{name}.json").read_text()) for name in CONTROLS}
-    first = found["base"]
+def table(folder: Path, names: list[str]) -> None:
+    """From the files of these variants, which `measure` has checked."""
+    found = {name: json.loads((folder / f"{name}.json").read_text()) for name in names}
+    first = found[names[0]]
     if any(each["conventions"]["fingerprint"] != first["conventions"]["fingerprint"] for each in found.values()):
         raise RestoreKVError(f"The runs in {folder} are of different models; choose another folder.")
     text = INTRO.format(documents=COUNT, full=span(first["rows"][0], "score", "low", "high"))
     kept = {}
-    for name, control in CONTROLS.items():
+    for name in names:
+        control = CONTROLS[name]
         rows = [row for row in found[name]["rows"] if row["evictor"] != "full"]
         kept[name] = [row for row in rows if row["restored"] == (control.train is not None)]
         text += f"| {control.label} |" + "".join(f" {span(row, 'score', 'low', 'high')} |" for row in kept[name]) + "\n"
@@ -122,10 +124,10 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     for name in options.names:
         measure(options.folder, name, options.threads)
-    if all((options.folder / f"{name}.json").exists() for name in CONTROLS):
-        for name in CONTROLS:
-            measure(options.folder, name, options.threads)
-        table(options.folder)
+    there = [name for name in CONTROLS if (options.folder / f"{name}.json").exists()]
+    for name in there:
+        measure(options.folder, name, options.threads)
+    table(options.folder, there)
 
 
 if __name__ == "__main__":

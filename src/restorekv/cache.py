@@ -207,8 +207,9 @@ class RaggedCache(Cache):
     def to_dynamic_cache(self) -> DynamicCache:
         """A plain transformers cache with copies of context and restore cache, where every head keeps equally many.
 
-        transformers takes a plain cache's length for the position of what comes next, which is too low here: pass
-        position_ids that start at `get_seq_length()` of this cache. Refuses ragged heads and a bias.
+        transformers takes a plain cache's length for the number of tokens seen, which is too low here: pass
+        position_ids that start at `get_seq_length()` of this cache, as `CompressedContext.plain_inputs` does.
+        Refuses ragged heads and a bias.
         """
         if len(self.lengths.unique()) > 1 or any(layer.bias is not None for layer in self.layers):
             raise RestoreKVError(

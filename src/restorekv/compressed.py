@@ -58,6 +58,15 @@ class CompressedContext:
         made = generate.generate_inputs(self.tokenizer, self.context, self.cache, question, answer_prefix)
         return {name: tensor.to(self.model.device) for name, tensor in made.items()}
 
+    def plain_inputs(self, question: str, answer_prefix: str = "") -> dict[str, Tensor]:
+        """For model.generate(**c.plain_inputs(question), past_key_values=c.cache.to_dynamic_cache()).
+
+        A plain cache does not know how many tokens were seen, so the inputs are the question alone with its positions;
+        with `inputs` transformers would read most of the text again. The answer is result[:, input_ids.shape[1]:].
+        """
+        made = generate.plain_inputs(self.tokenizer, self.context, self.cache, question, answer_prefix)
+        return {name: tensor.to(self.model.device) for name, tensor in made.items()}
+
     def generate(self, question: str, answer_prefix: str = "", **options: Any) -> str:
         """The answer by transformers' own `generate` with its options; greedy unless they say otherwise."""
         inputs = self.inputs(question, answer_prefix)

@@ -6,6 +6,7 @@ at         B = floor(r * T_b * L * H) -> the evictor keeps the B - n*L*H best pa
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from restorekv import attention, evictors, spec
 from restorekv.baselines.attention_matching import AttentionMatching
 from restorekv.budget import Budget
 from restorekv.compressed import CompressedContext
-from restorekv.errors import AdapterError, BudgetError, RestoreKVError
+from restorekv.errors import AdapterError, BudgetError, RestoreKVError, RestoreKVWarning
 from restorekv.manifest import describe
 from restorekv.models import BUNDLED, CacheShape, bundled_path, model_name
 from restorekv.prefill import prefill
@@ -51,6 +52,8 @@ class Eviction:
     @classmethod
     def make(cls, evictor: str, adapter: RestoreAdapter | None = None, **conventions: Any) -> Eviction:
         """From an evictor's spec and the arguments of `Conventions.make`."""
+        if evictor.partition(":")[0] in METHODS:
+            raise RestoreKVError(f"{evictor} is no evictor: it restores nothing, so there is nothing to train for it.")
         return cls(evictors.make(evictor), adapter, Conventions.make(**conventions))
 
     def identity(self, model: PreTrainedModel) -> str:
@@ -149,7 +152,12 @@ def load_adapter(
             raise AdapterError("am-fast restores nothing; leave out the adapter.")
         return None
     if adapter == "auto":
-        adapter = None if eviction.conventions.offset else bundled_adapter(model, eviction.evictor.spec)
+        adapter = bundled_adapter(model, eviction.evictor.spec)
+        if adapter and eviction.conventions.offset:
+            warnings.warn(
+                "An offset is a control without restoring: no adapter is used.", RestoreKVWarning, stacklevel=3
+            )
+            adapter = None
     if adapter is None:
         if eviction.conventions.restore_from != "full":
             raise RestoreKVError("restore_from is about a restore pass, and there is no adapter; give one.")

@@ -133,6 +133,24 @@ def generate_inputs(
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
+def plain_inputs(
+    tokenizer: Tokenizer, context: Context, cache: RaggedCache, question: str, answer_prefix: str = ""
+) -> dict[str, Tensor]:
+    """Inputs for model.generate(**inputs, past_key_values=cache.to_dynamic_cache()).
+
+    ids (1, q) of the question, a mask over kept pairs and question, and the question's positions from
+    `cache.get_seq_length()` on.
+    """
+    asked = question_ids(tokenizer, context, question, answer_prefix)
+    held = cache.layers[0].bounds[1] + cache.restore
+    first = cache.get_seq_length()
+    return {
+        "input_ids": asked,
+        "attention_mask": asked.new_ones(1, held + asked.shape[1]),
+        "position_ids": torch.arange(first, first + asked.shape[1])[None],
+    }
+
+
 def answer_text(tokenizer: Tokenizer, ids: list[int], stops: set[int]) -> str:
     """The words of an answer, without the EOS that ended it."""
     return tokenizer.decode(ids[:-1] if ids and ids[-1] in stops else ids, skip_special_tokens=True)

@@ -29,6 +29,8 @@ Layers = list[dict[str, Tensor]]
 def convert(source: str, model: PreTrainedModel) -> Gate:
     """`source` is a pickle of Fast KVzip, a folder of KVzap, or the hub id of either; raises GateError."""
     path = Path(source) if Path(source).exists() else download(source, model)
+    if path.is_file() and path.suffix == ".safetensors":
+        raise GateError(f"{path} is no pickle of Fast KVzip; if it is a gate of restorekv, use it with gate={path}.")
     kind, layers = read_folder(path) if path.is_dir() else ("fastkvzip", read_pickle(path))
     check_shapes(source, kind, layers, CacheShape.of(model))
     return Gate(layers, GateCard.of(model, kind, TARGETS[kind], settings={"source": source}))

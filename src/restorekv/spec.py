@@ -20,13 +20,16 @@ def parse(text: str, known: Mapping[str, type[Named]], what: str) -> Named:
         raise RestoreKVError(f"There is no {what} {name!r}; use one of {', '.join(known)}.")
     kinds = settings_of(known[name])
     settings = {}
-    for item in filter(None, rest.split(",")):
+    for item in filter(None, map(str.strip, rest.split(","))):
         key, _, value = item.partition("=")
+        if key not in kinds:
+            usage = ", ".join(f"{setting}={EXAMPLES[kind]}" for setting, kind in sorted(kinds.items()))
+            mend = f"give {usage}" if usage else "it takes none"
+            raise RestoreKVError(f"{name} has no setting {item!r}; {mend}.")
         try:
             settings[key] = read(kinds[key], value)
         except (KeyError, ValueError):
-            usage = ", ".join(f"{setting}={EXAMPLES[kind]}" for setting, kind in sorted(kinds.items()))
-            raise RestoreKVError(f"{name} has no setting {item!r}; give {usage or 'none'}.") from None
+            raise RestoreKVError(f"{name} takes {key}={EXAMPLES[kinds[key]]}, not {value!r}.") from None
     return known[name](**settings)
 
 

@@ -25,7 +25,7 @@ class Survivors:
     def of_file(cls, path: Path) -> Survivors:
         """From a cache file; needs no model."""
         cache, context, manifest = read(path)
-        return cls(kept_columns(cache), context, manifest)
+        return cls(kept_columns(cache, context.positions), context, manifest)
 
     @property
     def per_head(self) -> Tensor:
@@ -59,10 +59,10 @@ class Survivors:
         }
 
 
-def kept_columns(cache: RaggedCache) -> Tensor:
+def kept_columns(cache: RaggedCache, columns: int) -> Tensor:
     """The inverse of `RaggedCache.from_dense`: (L, H, S + T) bool."""
     layers = len(cache.layers)
-    keep = torch.zeros(layers, cache.layers[0].heads, cache.positions, dtype=torch.bool)
+    keep = torch.zeros(layers, cache.layers[0].heads, columns, dtype=torch.bool)
     for index, layer in enumerate(cache.layers):
         heads = torch.repeat_interleave(torch.arange(layer.heads), layer.offsets.diff().long().cpu())
         keep[index, heads, layer.positions.long().cpu()] = True

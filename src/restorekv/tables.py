@@ -17,6 +17,13 @@ NAMES = {
     "h2o": "H2O",
     "fastkvzip": "Fast KVzip",
     "am-fast": "AM-fast",
+    "kvzap": "KVzap",
+    "expected-attention": "Expected Attention",
+    "keydiff": "KeyDiff",
+    "knorm": "Knorm",
+    "streaming": "StreamingLLM",
+    "tova": "TOVA",
+    "random": "Random",
 }
 RESTORED = {"kvzip": "RestoreKV", "kvzip+": "RestoreKV+"}
 

@@ -32,15 +32,6 @@ def make_context(length, prefix=0):
     return Context(ids, prefix, torch.zeros(1, 0, dtype=torch.long))
 
 
-@pytest.fixture(scope="module")
-def worst(request):
-    """The largest error of every kind, printed when all is done."""
-    found = {}
-    yield found
-    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-        print("\n" + "\n".join(f"{kind}: {error:.1e}" for kind, error in sorted(found.items())))
-
-
 def note(worst, kind, found, exact):
     """The largest error of any element relative to it; fails above 1e-4."""
     error = float(((found - exact).abs() / exact.abs()).max())

@@ -73,15 +73,6 @@ class RestoreKV(Seen, kvpress.RestoreKVPress):
     pass
 
 
-@pytest.fixture(scope="module")
-def worst(request):
-    """The largest error of every kind, printed when all is done."""
-    found = {}
-    yield found
-    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-        print("\n" + "\n".join(f"{kind}: {error:.1e}" for kind, error in sorted(found.items())))
-
-
 def note(worst, kind, error):
     worst[kind] = max(worst.get(kind, 0.0), error)
 

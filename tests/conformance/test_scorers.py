@@ -60,15 +60,6 @@ def make_context(length=150, prefix=0):
     return Context(ids, prefix, torch.zeros(1, 0, dtype=torch.long))
 
 
-@pytest.fixture(scope="module")
-def worst(request):
-    """The largest error of every kind, printed when all is done."""
-    found = {}
-    yield found
-    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-        print("\n" + "\n".join(f"{kind}: {error:.1e}" for kind, error in sorted(found.items())))
-
-
 def note(worst, model, kind, found, exact):
     """The largest relative error of any element; fails above 1e-4."""
     error = float(((found - exact).abs() / exact.abs().clamp_min(1e-30)).max())

@@ -12,7 +12,7 @@ from rich.markup import escape
 from restorekv.atomic import check_target, write_json
 from restorekv.budget import exact_ratio
 from restorekv.cli import options
-from restorekv.cli.session import figures_table, notes, open_model, output, read_text
+from restorekv.cli.session import figures_table, method_of, notes, open_model, output, read_text
 from restorekv.compressed import CompressedContext, size
 from restorekv.compression import compress, method
 from restorekv.errors import BudgetError
@@ -75,10 +75,9 @@ def summary(compressed: CompressedContext, out: Path, seconds: float) -> dict[st
     """What a person wants to know of a cache just made."""
     m = compressed.manifest
     full = (m.prefix + m.tokens) * m.shape["layers"] * m.shape["heads"]
-    adapter = m.adapter["hash"] if m.adapter else "none"
     return {
         "context": f"T = {m.tokens:,} tokens, chat prefix S = {m.prefix:,} ({m.prefix_policy})",
-        "method": f"{m.evictor}, restore tokens n = {m.restore_tokens}, adapter {adapter}",
+        "method": method_of(m),
         "budget": f"r = {float(Fraction(m.ratio)):g}: {m.pairs:,} KV pairs",
         "held": f"{m.pairs_held:,} of {full:,} pairs with the prefix ({m.pairs_held / full:.1%})",
         "bytes": f"{size(m.bytes_held)} of {size(m.bytes_full)} ({m.bytes_held / m.bytes_full:.1%}); "

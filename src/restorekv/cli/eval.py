@@ -61,5 +61,7 @@ def run(
 
 def adapter_of(value: str) -> tuple[str, str | None]:
     """`kvzip` -> its shipped adapter; `kvzip@FOLDER`; `kvzip@none` -> the base alone."""
-    name, _, source = value.partition("@")
+    name, found, source = value.partition("@")
+    if found and not source:
+        raise RestoreKVError(f"{value!r} names no adapter; give a folder, a hub id, auto or none behind the @.")
     return name, None if source == "none" else source or "auto"

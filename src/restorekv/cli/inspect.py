@@ -12,7 +12,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.atomic import check_target, write_json
-from restorekv.cli.session import figures_table, output
+from restorekv.cli.session import figures_table, method_of, output
 from restorekv.compressed import size
 from restorekv.errors import ModelError
 from restorekv.models import BUNDLED, load_tokenizer
@@ -75,8 +75,8 @@ def facts(survivors: Survivors) -> dict[str, str]:
     full = survivors.keep.numel()
     return {
         "model": f"{escape(m.model)} ({m.dtype}, fingerprint {m.fingerprint})",
-        "method": f"{m.evictor}, {m.restore_tokens} restore tokens, prefix {m.prefix_policy}, on_tight {m.on_tight}",
-        "context": f"T = {m.tokens:,} tokens, chat prefix S = {m.prefix:,}",
+        "method": method_of(m),
+        "context": f"T = {m.tokens:,} tokens, chat prefix S = {m.prefix:,} ({m.prefix_policy}, on_tight {m.on_tight})",
         "budget": f"r = {float(Fraction(m.ratio)):g}: {m.pairs:,} KV pairs, {m.pairs_held:,} held of {full:,}",
         "bytes": f"{size(m.bytes_held)} of {size(m.bytes_full)} ({m.bytes_held / m.bytes_full:.1%})",
         "tokens": f"{m.tokens - survivors.forgotten:,} of {m.tokens:,} survive in at least one head",

@@ -11,8 +11,10 @@ from rich.table import Table
 from transformers import PreTrainedModel, logging
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv.context_file import Manifest
 from restorekv.errors import RestoreKVError
 from restorekv.models import load_model
+from restorekv.prepared import PLAIN
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 output, notes = Console(), Console(stderr=True)
@@ -50,6 +52,19 @@ def bar(title: str) -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=notes, disable=not notes.is_terminal) as progress:
         task = progress.add_task("", total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def method_of(m: Manifest) -> str:
+    """The evictor and every convention that is not the plain one."""
+    facts = [
+        m.evictor,
+        f"n = {m.restore_tokens} restore tokens",
+        f"adapter {m.adapter['hash'] if m.adapter else 'none'}",
+    ]
+    facts += [f"allocation {m.allocation}"] if m.allocation != PLAIN.allocation.spec else []
+    facts += [f"restored from the {m.restore_from} cache"] if m.restore_from != PLAIN.restore_from else []
+    facts += [f"offset {m.offset}"] if m.offset else []
+    return ", ".join(facts)
 
 
 @contextmanager

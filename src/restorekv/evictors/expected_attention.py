@@ -37,8 +37,8 @@ class ExpectedAttention(Evictor):
     epsilon: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.sinks < 0 or self.future < 1 or not 0 <= self.epsilon < float("inf"):
-            raise RestoreKVError(f"expected-attention takes sinks >= 0, future >= 1 and epsilon >= 0, not {self}.")
+        if self.sinks < 0 or not 1 <= self.future <= 1 << 20 or not 0 <= self.epsilon < float("inf"):
+            raise RestoreKVError(f"{self.name} takes sinks and epsilon >= 0 and future from 1 to 2**20, not {self}.")
 
     def watch(self, model: PreTrainedModel, context: Context) -> QueryMoments:
         return QueryMoments(model, self.sinks)

@@ -155,9 +155,9 @@ def train(
     """
     if not examples:
         raise RestoreKVError("There is nothing to train on; give at least one example.")
-    folder.mkdir(parents=True, exist_ok=True)
     model.requires_grad_(False)
     adapter = fresh_adapter(model, tokenizer, config)
+    folder.mkdir(parents=True, exist_ok=True)
     parameters = [parameter for parameter in adapter.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=config.lr, betas=(0.9, 0.999), weight_decay=config.weight_decay)
     start = restart(folder, config, adapter, optimizer) if resume else begin(folder)
