@@ -61,8 +61,8 @@ class CompressedContext:
     def plain_inputs(self, question: str, answer_prefix: str = "") -> dict[str, Tensor]:
         """For model.generate(**c.plain_inputs(question), past_key_values=c.cache.to_dynamic_cache()).
 
-        A plain cache does not know how many tokens were seen, so the inputs are the question alone with its positions;
-        with `inputs` transformers would read most of the text again. The answer is result[:, input_ids.shape[1]:].
+        A plain cache does not know how many tokens were seen: with `inputs` transformers would read most of the text
+        again. The answer is result[:, input_ids.shape[1]:].
         """
         made = generate.plain_inputs(self.tokenizer, self.context, self.cache, question, answer_prefix)
         return {name: tensor.to(self.model.device) for name, tensor in made.items()}

@@ -138,17 +138,14 @@ def plain_inputs(
 ) -> dict[str, Tensor]:
     """Inputs for model.generate(**inputs, past_key_values=cache.to_dynamic_cache()).
 
-    ids (1, q) of the question, a mask over kept pairs and question, and the question's positions from
-    `cache.get_seq_length()` on.
+    ids, mask and positions span what such a cache holds, as placeholders that are never read, and the question, whose
+    positions go on from `cache.get_seq_length()`. The answer is result[:, input_ids.shape[1]:].
     """
     asked = question_ids(tokenizer, context, question, answer_prefix)
-    held = cache.layers[0].bounds[1] + cache.restore
-    first = cache.get_seq_length()
-    return {
-        "input_ids": asked,
-        "attention_mask": asked.new_ones(1, held + asked.shape[1]),
-        "position_ids": torch.arange(first, first + asked.shape[1])[None],
-    }
+    held, first = cache.layers[0].bounds[1] + cache.restore, cache.get_seq_length()
+    ids = torch.cat([asked.new_full((1, held), tokenizer.pad_token_id or 0), asked], -1)
+    positions = torch.cat([torch.arange(held), torch.arange(first, first + asked.shape[1])])[None]
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions}
 
 
 def answer_text(tokenizer: Tokenizer, ids: list[int], stops: set[int]) -> str:
