@@ -18,9 +18,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from examples import ANSWER, CONTEXT, REPEAT, Batch, Sampler
 from torch import Tensor
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from examples import ANSWER, CONTEXT, REPEAT, Batch, Sampler
 
 
 @dataclass(frozen=True)
