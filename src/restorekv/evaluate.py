@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -65,20 +66,20 @@ class Evaluation:
     def row(self, key: Key) -> dict:
         """A cell's score, interval and cost; for a restored cell also its paired gain over its base."""
         cell, (evictor, restored, ratio) = self.cells[key], key
+        base = self.cells.get((evictor, False, ratio)) if restored else None
+        against = base.answers if base else []
         row = {
-            "evictor": evictor, "restored": restored, "ratio": ratio, **compared(cell.answers),
+            "evictor": evictor, "restored": restored, "ratio": ratio, **compared(cell.answers, against),
             "pairs": float(np.mean(cell.pairs)),
             "pairs_with_prefix": float(np.mean(cell.pairs_held)), "bytes": float(np.mean(cell.bytes)),
             "families": family_means(cell.answers),
         }  # fmt: skip
-        base = self.cells.get((evictor, False, ratio)) if restored else None
         row["groups"] = {
-            group: compared(of_group(cell.answers, group), of_group(base.answers, group) if base else None)
+            group: compared(found, of_group(against, group))
             for group in GROUPS
-            if of_group(cell.answers, group)
+            if (found := of_group(cell.answers, group))
         }
         if base:
-            row |= compared(cell.answers, base.answers)
             lost = mean_score(self.cells[FULL].answers) - mean_score(base.answers)
             row["recovered"] = row["gain"] / lost if lost > 0 else None
         return row
@@ -157,7 +158,7 @@ def of_group(answers: Sequence[Answer], group: str) -> list[Answer]:
     return [answer for answer in answers if answer.family in GROUPS[group]]
 
 
-def compared(answers: Sequence[Answer], base: Sequence[Answer] | None = None) -> dict[str, float]:
+def compared(answers: Sequence[Answer], base: Sequence[Answer] = ()) -> dict[str, float]:
     """Score with its interval; with the base's answers also the paired gain over it with its own."""
     found = dict(zip(("score", "low", "high"), interval(answers), strict=True)) | {"questions": len(answers)}
     if base:
@@ -172,13 +173,18 @@ def interval(
     sums, counts = tally(answers)
     if base is not None:
         sums = sums - tally(base)[0]
-    documents = len(counts)
-    drawn = np.random.default_rng(seed).multinomial(documents, np.full(documents, 1 / documents), RESAMPLES)
+    drawn = resamples(len(counts), seed)
     mean = 100 * float(np.mean(sums.sum(0) / counts.sum(0)))
     totals = drawn @ counts
     resampled = 100 * np.nanmean(np.where(totals > 0, drawn @ sums / np.maximum(totals, 1), np.nan), axis=1)
     low, high = np.percentile(resampled, (2.5, 97.5))
     return mean, float(low), float(high)
+
+
+@lru_cache(maxsize=8)
+def resamples(documents: int, seed: int) -> np.ndarray:
+    """How often each document is drawn: (RESAMPLES, documents), the same for every cell of a run."""
+    return np.random.default_rng(seed).multinomial(documents, np.full(documents, 1 / documents), RESAMPLES)
 
 
 def tally(answers: Sequence[Answer]) -> tuple[np.ndarray, np.ndarray]:

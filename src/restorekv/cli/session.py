@@ -46,12 +46,21 @@ def open_model(name: str, dtype: str = "auto", device: str = "cpu") -> tuple[Pre
 
 
 @contextmanager
-def bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr, on a terminal; the block gets the callback (done, total)."""
-    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TextColumn("to go"), TimeRemainingColumn())
-    with Progress(*columns, console=notes, disable=not notes.is_terminal) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+def bar(title: str, lines: bool = False) -> Iterator[Callable[..., None]]:
+    """A progress bar on stderr, on a terminal; the block gets the callback (done, total, what=title).
+
+    With `lines`, a line now and then elsewhere.
+    """
+    parts = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("to go"))
+    with Progress(*parts, TimeRemainingColumn(), console=notes, disable=not notes.is_terminal) as progress:
+        task = progress.add_task(title, total=None)
+
+        def update(done: int, total: int, what: str = title) -> None:
+            progress.update(task, completed=done, total=total, description=what)
+            if lines and not notes.is_terminal and (done % max(total // 10, 1) == 0 or done == total):
+                notes.print(f"{done}/{total} {what}")
+
+        yield update
 
 
 def method_of(m: Manifest) -> str:

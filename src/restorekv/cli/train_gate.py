@@ -5,12 +5,11 @@ from typing import Annotated
 
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from restorekv.atomic import check_target
 from restorekv.bundled.suite import LONGEST, SHORTEST
 from restorekv.cli import options
-from restorekv.cli.session import figures_table, notes, open_model, output
+from restorekv.cli.session import bar, figures_table, open_model, output
 from restorekv.errors import RestoreKVError
 from restorekv.gate_file import KINDS
 from restorekv.train.data import bundled_examples, read_examples
@@ -60,31 +59,9 @@ def run(
         made = bundled_examples(tokenizer, count, seed, shortest, longest)
         texts = [example.context for example in made]
     try:
-        with telling() as progress:
+        with bar("training a gate", lines=True) as progress:
             gate = train_gate(loaded, tokenizer, texts, config, out, folder, resume, progress)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"Interrupted; go on with --resume and the features in {folder}.") from None
     rows = {name.replace("_", " "): f"{value:.4f}" for name, value in gate.card.figures.items()}
     output.print(figures_table(f"Wrote {escape(str(out))}", {"kind": kind, "predicts": gate.card.target, **rows}))
-
-
-class telling:  # noqa: N801 - used as a verb, like open
-    """A bar on a terminal and a line now and then elsewhere; `__enter__` gives the callback (done, total, what)."""
-
-    def __init__(self) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self.progress = Progress(*columns, console=notes, disable=not notes.is_terminal)
-
-    def __enter__(self):
-        self.progress.start()
-        task = self.progress.add_task("", total=None)
-
-        def progress(done: int, total: int, what: str) -> None:
-            self.progress.update(task, completed=done, total=total, description=what)
-            if not notes.is_terminal and (done % max(total // 10, 1) == 0 or done == total):
-                notes.print(f"{done}/{total} {what}")
-
-        return progress
-
-    def __exit__(self, *_: object) -> None:
-        self.progress.stop()

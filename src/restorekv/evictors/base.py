@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from restorekv.probe import LayerProbe
 from restorekv.prompt import Context
 
 Watch = Callable[[LayerProbe], None]
+Watched = TypeVar("Watched")
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,12 @@ class Evictor(ABC):
         """A fresh object that is called with every layer's probe while the context is prefilled, in chunks of any
         size, and then handed to `score`; None for methods that need no look at the prefill."""
         return None
+
+    def seen(self, watched: Watched | None) -> Watched:
+        """What `watch` returned, for methods that cannot score without it."""
+        if watched is None:
+            raise ValueError(f"{self.name} watches the prefill; pass what watch() returned")
+        return watched
 
     @abstractmethod
     def score(

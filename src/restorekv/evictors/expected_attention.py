@@ -48,8 +48,7 @@ class ExpectedAttention(Evictor):
         self, model: PreTrainedModel, tokenizer: Tokenizer, context: Context, full: DynamicCache, watched: Any = None
     ) -> Tensor:
         """(L, H, T), at least 0."""
-        if watched is None:
-            raise ValueError("expected-attention watches the prefill; pass what watch() returned")
+        watched = self.seen(watched)
         scores = torch.zeros(*watched.mean.shape[:2], context.positions, device=model.device)
         for index, layer in enumerate(full.layers):
             key, value = (x[0, :, self.sinks :].float() for x in (layer.keys, layer.values))

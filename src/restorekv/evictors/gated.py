@@ -77,9 +77,7 @@ class Gated(Evictor):
         watched: GateScores | None = None,
     ) -> Tensor:
         """(L, H, T): what the gates said, the kept columns above all."""
-        if watched is None:
-            raise ValueError(f"{self.name} watches the prefill; pass what watch() returned")
-        return pin(watched.scores[..., context.prefix :], self.kept(context))
+        return pin(self.seen(watched).scores[..., context.prefix :], self.kept(context))
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

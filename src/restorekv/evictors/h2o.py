@@ -70,6 +70,5 @@ class H2O(Evictor):
         watched: ColumnMaxima | None = None,
     ) -> Tensor:
         """(L, H, T) in [0, 1]."""
-        if watched is None:
-            raise ValueError("h2o watches the prefill; pass what watch() returned")
-        return torch.stack([over_groups(best, self.groups) for best in watched.best[..., context.prefix :]])
+        best = self.seen(watched).best[..., context.prefix :]
+        return torch.stack([over_groups(layer, self.groups) for layer in best])
