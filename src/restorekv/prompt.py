@@ -50,11 +50,16 @@ def make_context(tokenizer: Tokenizer, text: str) -> Context:
     return Context(ids, prefix, encode(tokenizer, after), after)
 
 
-def question_ids(tokenizer: Tokenizer, context: Context, question: str, answer_prefix: str = "") -> Tensor:
-    """Question, template suffix and the answer's first words, tokenised together: (1, q)."""
+def question_ids(
+    tokenizer: Tokenizer, context: Context, question: str, answer_prefix: str = "", empty: bool = False
+) -> Tensor:
+    """Question, template suffix and the answer's first words, tokenised together: (1, q).
+
+    `empty` allows a question of no words, for a context that ends with what is asked.
+    """
     if not isinstance(question, str):
         raise RestoreKVError(f"A question is text, not {type(question).__name__}; give several to ask, as a list.")
-    if not question.strip():
+    if not question.strip() and not empty:
         raise RestoreKVError("The question is empty; ask something.")
     return encode(tokenizer, question + context.suffix_text + answer_prefix)
 
