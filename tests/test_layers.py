@@ -8,11 +8,11 @@ import pytest
 ROOT = Path(__file__).parent.parent / "src" / "restorekv"
 FLOORS = [
     ["errors"],
-    ["spec"],
+    ["spec", "licences"],
     ["budget", "prompt", "cache", "atomic", "allocate"],
     ["attention"],
     ["models"],
-    ["prefill", "probe", "adapter_file", "gate_file", "published_gate"],
+    ["prefill", "probe", "adapter_file", "card_usage", "model_card", "hub", "lora", "gate_file", "published_gate"],
     ["evictors", "restore"],
     ["prepared"],
     ["context_file", "generate"],

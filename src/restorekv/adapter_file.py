@@ -3,35 +3,40 @@
 adapter_config.json, adapter_model.safetensors   a PEFT LoRA adapter
 restore_embeddings.safetensors                   one tensor "restore_embeddings" (n, d)
 restorekv.json                                   what it was trained with and checksums; published ones lack it
+README.md                                        a model card for people and the hub; not read back but for its licence
 """
 
 import hashlib
 import json
 import os
 import tempfile
-import warnings
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from peft import LoraConfig
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from restorekv.errors import AdapterError, RestoreKVWarning
+from restorekv.errors import AdapterError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 EMBEDDINGS, CARD = "restore_embeddings.safetensors", "restorekv.json"
+README = "README.md"
+FILES = (CARD, CONFIG, WEIGHTS, EMBEDDINGS, README)
 PREFIX = "base_model.model."  # what PEFT puts before the names of the model's own modules
 VERSION = 1
-PUBLISHED = "higokri/RestoreKV-"  # the paper authors' adapters
 
 
 @dataclass(frozen=True)
 class Card:
-    """What an adapter was made for. None where nobody has said it."""
+    """What an adapter was made for. None where nobody has said it.
+
+    `settings`: of the training; `data`: one row a source with source, examples, contexts, licence; `results`: one row a
+    measurement, with benchmark, ratio, base, restored, full; `source`: the published adapter this is a copy of.
+    """
 
     model: str
     fingerprint: str
@@ -44,6 +49,18 @@ class Card:
     allocation: str = "global"
     restore_from: str = "full"
     embeddings: str = "learned"
+    settings: dict[str, Any] | None = None
+    data: list[dict[str, Any]] | None = None
+    results: list[dict[str, Any]] | None = None
+    licence: str | None = None
+    source: str | None = None
+
+    def __post_init__(self) -> None:
+        rows = [row for rows in (self.data, self.results) if rows is not None for row in rows]
+        if not isinstance(self.settings or {}, dict) or not all(isinstance(row, dict) for row in rows):
+            raise TypeError("settings are a dict, data and results lists of dicts")
+        if not all(isinstance(text, str | None) for text in (self.licence, self.source)):
+            raise TypeError("licence and source are texts")
 
 
 @dataclass(frozen=True)
@@ -56,8 +73,18 @@ class Stored:
     card: Card | None
 
 
-def write(folder: Path, stored: Stored) -> None:
-    """All files are complete before the first one of an older adapter is replaced."""
+def plain(value: Any) -> Any:
+    """The same as JSON would bring it back; raises AdapterError for what has no JSON."""
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise AdapterError(
+            f"An adapter's record holds plain JSON only ({error}); give numbers, texts and lists."
+        ) from error
+
+
+def write(folder: Path, stored: Stored, readme: str | None = None) -> None:
+    """All files are complete before the first one of an older adapter is replaced; no `readme`, no new README.md."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as name:
@@ -69,15 +96,16 @@ def write(folder: Path, stored: Stored) -> None:
             sums = {file: digest(fresh / file) for file in (CONFIG, WEIGHTS, EMBEDDINGS)}
             card = {"version": VERSION, **asdict(stored.card), "sha256": sums}
             (fresh / CARD).write_text(json.dumps(card, indent=2, sort_keys=True) + "\n")
-            for file in (CARD, CONFIG, WEIGHTS, EMBEDDINGS):
+            if readme is not None:
+                (fresh / README).write_text(readme, encoding="utf-8")
+            for file in FILES if readme is not None else FILES[:-1]:
                 os.replace(fresh / file, folder / file)
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"Cannot write the adapter to {folder}; choose a writable folder ({error}).") from error
 
 
-def read(name: str | Path) -> Stored:
-    """`name` is a folder or a hub id."""
-    folder = Path(name) if Path(name).is_dir() else download(str(name))
+def read(folder: Path) -> Stored:
+    """Raises AdapterError for anything but a whole and sound adapter."""
     for file in (CONFIG, WEIGHTS, EMBEDDINGS):
         if not (folder / file).is_file():
             raise AdapterError(f"{folder} has no {file}; give the folder of a complete restore adapter.")
@@ -87,20 +115,6 @@ def read(name: str | Path) -> Stored:
         raise AdapterError(f"{folder / EMBEDDINGS} has no tensor restore_embeddings (n, d); use another adapter.")
     lora = {key.removeprefix(PREFIX): value for key, value in tensors(folder / WEIGHTS).items()}
     return Stored(read_config(folder), lora, embeddings, card)
-
-
-def download(name: str) -> Path:
-    """The adapter's files from the hub; tells the licence of the published ones."""
-    if name.startswith(PUBLISHED):
-        warnings.warn(
-            f"{name} is licensed CC BY-NC 4.0 (not for commercial use); an adapter trained on your own data is yours.",
-            RestoreKVWarning,
-            stacklevel=4,
-        )
-    try:
-        return Path(snapshot_download(name, allow_patterns=[CONFIG, WEIGHTS, EMBEDDINGS, CARD]))
-    except Exception as error:  # a malformed id, no network and no such repository are a dozen kinds
-        raise AdapterError(f"There is no adapter folder {name!r}, nor can it be fetched from the hub.") from error
 
 
 def read_config(folder: Path) -> LoraConfig:

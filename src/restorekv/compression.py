@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv import attention, evictors, spec
+from restorekv import attention, evictors, hub, spec
 from restorekv.baselines.attention_matching import AttentionMatching
 from restorekv.budget import Budget
 from restorekv.compressed import CompressedContext
@@ -107,8 +107,8 @@ def compress(
     """Compress `context` to `ratio` (0.1 unless given) of its KV pairs, or to `tokens_per_head` of them per head.
 
     `adapter` is a RestoreAdapter made for `model`, a folder or hub id of one, "auto" for the one that ships with the
-    bundled model, or None. Further arguments are those of `Conventions.make`: prefix_policy, on_tight, allocation,
-    restore_from, offset.
+    bundled model, "published" for the one that the paper's authors publish for `model`, or None. Further arguments are
+    those of `Conventions.make`: prefix_policy, on_tight, allocation, restore_from, offset.
     """
     if ratio is not None and tokens_per_head is not None:
         raise BudgetError("Give either a ratio or tokens_per_head, not both.")
@@ -146,7 +146,10 @@ def plan(
 def load_adapter(
     model: PreTrainedModel, adapter: RestoreAdapter | str | Path | None, eviction: Eviction | AttentionMatching
 ) -> RestoreAdapter | None:
-    """The adapter itself, or one from a folder, the hub or ("auto") the package; warns if it is for another use."""
+    """The adapter itself, or one from a folder, the hub, ("auto") the package or ("published") the paper's authors.
+
+    Warns if it is for another use.
+    """
     if isinstance(eviction, AttentionMatching):
         if adapter not in (None, "auto"):
             raise AdapterError("am-fast restores nothing; leave out the adapter.")
@@ -158,6 +161,8 @@ def load_adapter(
                 "An offset is a control without restoring: no adapter is used.", RestoreKVWarning, stacklevel=3
             )
             adapter = None
+    elif adapter == "published":
+        adapter = hub.published_name(model_name(model), eviction.evictor.spec)
     if adapter is None:
         if eviction.conventions.restore_from != "full":
             raise RestoreKVError("restore_from is about a restore pass, and there is no adapter; give one.")

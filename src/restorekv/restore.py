@@ -17,19 +17,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft import LoraConfig
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from restorekv import adapter_file
-from restorekv.adapter_file import Card, Stored
+from restorekv import adapter_file, hub, licences, model_card
+from restorekv.adapter_file import Card, Stored, plain
 from restorekv.errors import AdapterError, RestoreKVWarning
+from restorekv.lora import NAME, build
 from restorekv.models import CacheShape, decoder, model_fingerprint, model_name, rope_fingerprint
 
-NAME = "restorekv"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -91,9 +89,22 @@ class RestoreAdapter(nn.Module):
             return cls(model, config, table[rows.to(table.device)].float().clone(), card)
 
     @classmethod
-    def from_pretrained(cls, model: PreTrainedModel, name: str | Path, evictor: str | None = None) -> RestoreAdapter:
-        """From a folder or a hub id. Refuses an adapter of another model, warns if `evictor` is not its own."""
-        stored = adapter_file.read(name)
+    def from_pretrained(
+        cls,
+        model: PreTrainedModel,
+        name: str | Path,
+        evictor: str | None = None,
+        *,
+        revision: str | None = None,
+        token: str | None = None,
+        cache_dir: str | Path | None = None,
+    ) -> RestoreAdapter:
+        """From a folder or, at a `revision`, a hub id. Refuses an adapter of another model.
+
+        Warns if `evictor` is not its own, and of a licence that forbids commercial use.
+        """
+        folder = hub.fetch(name, revision, token, cache_dir)
+        stored = adapter_file.read(folder)
         n, hidden = stored.embeddings.shape
         if hidden != CacheShape.of(model).hidden:
             raise AdapterError(
@@ -103,8 +114,10 @@ class RestoreAdapter(nn.Module):
         fresh = Card(model_name(model), model_fingerprint(model), rope_fingerprint(model.config), n)
         if stored.card is not None:
             check_model(name, stored.card, fresh)
-        adapter = cls(model, stored.config, stored.embeddings, stored.card or fresh)
+        card = hub.with_origin(stored.card or fresh, name, folder, bare=stored.card is None)
+        adapter = cls(model, stored.config, stored.embeddings, card)
         adapter.load_lora(name, stored.lora)
+        hub.tell_licence(name, card)
         if evictor is not None:
             adapter.check_use(evictor)
         return adapter
@@ -152,12 +165,25 @@ class RestoreAdapter(nn.Module):
         ratio_range: tuple[float, float] | None = None,
         allocation: str = "global",
         restore_from: str = "full",
+        settings: dict | None = None,
+        data: list[dict] | None = None,
+        licence: str | None = None,
     ) -> None:
-        """Records what the adapter is being trained with."""
+        """Records what the adapter is being trained with.
+
+        The licence, unless given, follows from the data and, of an adapter that began as a published one, from its own.
+        """
+        if licence is None and (data or self.card.source):
+            licence = licences.of_data([*licences.of_rows(data), *([self.card.licence] if self.card.source else [])])
         self.card = replace(
             self.card, evictor=evictor, prefix_policy=prefix_policy, ratio_range=ratio_range,
             allocation=allocation, restore_from=restore_from,
+            settings=plain(settings), data=plain(data), licence=licence and licences.identifier(licence),
         )  # fmt: skip
+
+    def report(self, results: list[dict]) -> None:
+        """Records what was measured, for the model card: rows with benchmark, ratio, base, restored, full and more."""
+        self.card = replace(self.card, results=plain(results))
 
     def check_use(
         self,
@@ -168,9 +194,13 @@ class RestoreAdapter(nn.Module):
     ) -> None:
         """An adapter restores what its own eviction loses; with another one it may do worse than none.
 
-        Compares what is given with what the adapter's card tells; published adapters have no card.
+        Compares what is given with what the adapter's card tells. The authors' adapters are used in kvpress, which
+        counts the prefix, and come from code that does not.
         """
         card = self.card
+        if card.source is not None and prefix_policy == "free":
+            message = f"{card.source} is used in kvpress with the chat prefix in the budget (prefix_policy='counted')"
+            warnings.warn(f"{message}; how it was trained is not stated.", RestoreKVWarning, stacklevel=2)
         if card.evictor is None:
             return
         for what, trained, used in (
@@ -208,11 +238,30 @@ class RestoreAdapter(nn.Module):
             "restore_from": self.card.restore_from,
         }
 
-    def save_pretrained(self, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
-        """The published format and `restorekv.json`; `dtype` is that of the LoRA weights in the file."""
+    def stored(self, dtype: torch.dtype = torch.float32) -> Stored:
+        """What a file holds; `dtype` is that of the LoRA weights in it."""
         lora = {name: value.detach().to("cpu", dtype) for name, value in self.tensors.items()}
         card = replace(self.card, dtype=str(dtype).removeprefix("torch."))
-        adapter_file.write(Path(folder), Stored(self.config, lora, self.embeddings.detach().cpu(), card))
+        return Stored(self.config, lora, self.embeddings.detach().cpu(), card)
+
+    def save_pretrained(self, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
+        """The published format, `restorekv.json` and a model card; `dtype` is that of the LoRA weights in the file."""
+        model_card.save(Path(folder), self.stored(dtype))
+
+    def push_to_hub(
+        self,
+        repo: str,
+        *,
+        private: bool = False,
+        token: str | None = None,
+        dtype: torch.dtype = torch.float32,
+        licence: str | None = None,
+        commit_message: str | None = None,
+    ) -> str:
+        """Publishes what `save_pretrained` writes as the hub's repository `repo`; returns its address."""
+        return hub.push(
+            repo, self.stored(dtype), private=private, token=token, licence=licence, commit_message=commit_message
+        )
 
     def load_lora(self, name: str | Path, lora: dict[str, Tensor]) -> None:
         """Copies the LoRA tensors of a file; each must be there and fit."""
@@ -230,49 +279,6 @@ class RestoreAdapter(nn.Module):
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         return {"embeddings": self.embeddings, **self.tensors}
-
-
-def build(model: PreTrainedModel, config: LoraConfig) -> dict[str, LoraLayer]:
-    """PEFT's layers around the targets, by module name, float32; the model is handed back as it was."""
-    if config.target_modules is not None and not config.target_modules:
-        return {}
-    if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
-        raise AdapterError("The model carries PEFT adapters already; merge or unload them first.")
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    try:
-        inject_adapter_in_model(config, model, NAME)
-        layers = {path: module for path, module in model.named_modules() if isinstance(module, LoraLayer)}
-    except (ValueError, TypeError) as error:
-        reason = str(error).split(". ")[0].rstrip(".")
-        raise AdapterError(
-            f"The adapter's LoRA does not fit {type(model).__name__} ({reason}); name linear layers that the model has."
-        ) from error
-    finally:
-        remove(model)
-        for parameter, flag in flags:
-            parameter.requires_grad_(flag)
-    wanted = config.target_modules
-    missing = set() if isinstance(wanted, str) or wanted is None else {
-        name for name in wanted if not any(path == name or path.endswith(f".{name}") for path in layers)
-    }  # fmt: skip
-    if missing:
-        raise AdapterError(
-            f"{type(model).__name__} has no linear layer {sorted(missing)[0]!r} for LoRA; name layers that it has."
-        )
-    for layer in layers.values():
-        layer.eval()
-        for part in (layer.lora_A[NAME], layer.lora_B[NAME]):
-            part.float().requires_grad_(True)
-    return layers
-
-
-def remove(model: PreTrainedModel) -> None:
-    """Takes every PEFT layer out again."""
-    found = [(path, module) for path, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
-    for path, module in found:
-        parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, module.get_base_layer())
-    vars(model).pop("peft_config", None)
 
 
 def check_model(name: str | Path, card: Card, own: Card) -> None:

@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "ask": ("restorekv.cli.ask", "Answer questions from a cache file."),
     "inspect": ("restorekv.cli.inspect", "Show which tokens survive and where the budget falls."),
     "train": ("restorekv.cli.train", "Train a restore adapter by self-distillation."),
+    "push": ("restorekv.cli.push", "Publish a restore adapter on the Hugging Face hub."),
     "train-gate": ("restorekv.cli.train_gate", "Train a learned scorer, for the evictors fastkvzip and kvzap."),
     "convert-gate": ("restorekv.cli.convert_gate", "Turn a published gate of Fast KVzip or KVzap into one of ours."),
     "eval": ("restorekv.cli.eval", "Score evictors on the bundled suite, with and without restoring."),

@@ -27,7 +27,7 @@ def run(
     ] = None,
     tokens_per_head: Annotated[int | None, typer.Option(help="Instead of a ratio: pairs per head, on average.")] = None,
     evictor: Annotated[str, typer.Option(help=options.EVICTOR_HELP)] = "kvzip",
-    adapter: Annotated[str, typer.Option(help="auto (the bundled model's own), none, a folder or a hub id.")] = "auto",
+    adapter: options.Adapter = "auto",
     model: options.Model = "bundled",
     prefix_policy: options.PrefixPolicy = "free",
     on_tight: options.OnTight = "error",

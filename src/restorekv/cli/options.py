@@ -10,6 +10,9 @@ from restorekv.evictors import EVICTORS
 
 EVICTOR_HELP = f"{', '.join((*EVICTORS, *METHODS))}; with settings as in snapkv:window=64,kernel=5."
 
+ADAPTER_HELP = "auto (the bundled model's own), none, published (the paper's authors'), a folder or a hub id."
+
+Adapter = Annotated[str, typer.Option(help=ADAPTER_HELP)]
 Model = Annotated[str, typer.Option(help="bundled, a model folder or a hub id.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]

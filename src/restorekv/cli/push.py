@@ -1,0 +1,51 @@
+"""`restorekv push FOLDER REPO`: a restore adapter and its model card onto the Hugging Face hub."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.markup import escape
+
+from restorekv import adapter_file, hub, model_card
+from restorekv.cli.session import DTYPES, output, phase
+from restorekv.errors import AdapterError, RestoreKVError
+
+
+def run(
+    folder: Annotated[Path, typer.Argument(help="The folder of a trained adapter, as runs/mine/adapter.")],
+    repo: Annotated[str, typer.Argument(help="OWNER/NAME on the hub; made unless it is there.")],
+    private: Annotated[bool, typer.Option("--private", help="Visible to its owner alone.")] = False,
+    dtype: Annotated[
+        str, typer.Option(help=f"Of the LoRA weights: auto (as they are), {', '.join(DTYPES[1:])}.")
+    ] = "auto",
+    licence: Annotated[
+        str | None, typer.Option(help="Of the adapter, by the hub's name for it; follows from its data unless given.")
+    ] = None,
+    message: Annotated[str | None, typer.Option(help="Message of the commit.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the model card and publish nothing.")] = False,
+) -> None:
+    if not folder.is_dir():
+        raise AdapterError(f"{folder} is no folder; give that of a trained adapter.")
+    if dtype not in DTYPES:
+        raise RestoreKVError(f"The dtype is one of {', '.join(DTYPES)}, not {dtype!r}.")
+    stored = adapter_file.read(folder)
+    if stored.card is None:
+        raise AdapterError(
+            f"{folder} has no restorekv.json, which tells the model; load it with RestoreAdapter.from_pretrained and "
+            "save it first."
+        )
+    stored = replace(stored, card=hub.with_origin(stored.card, folder, folder, bare=False))
+    if dtype != "auto":
+        lora = {name: tensor.to(getattr(torch, dtype)) for name, tensor in stored.lora.items()}
+        stored = replace(stored, lora=lora, card=replace(stored.card, dtype=dtype))
+    own = folder / adapter_file.README
+    readme = None if model_card.is_ours(own) else own.read_text(encoding="utf-8", errors="replace")
+    if dry_run:
+        card = hub.licensed(stored.card, licence)
+        typer.echo(readme or model_card.text(card, stored.config, repo), nl=False)
+        return
+    with phase(f"publishing {repo}"):
+        address = hub.push(repo, stored, private=private, licence=licence, readme=readme, commit_message=message)
+    output.print(f"Published {escape(address)}")

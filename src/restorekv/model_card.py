@@ -1,0 +1,194 @@
+"""The model card of an adapter: README.md, written from what its restorekv.json and adapter_config.json record.
+
+What nobody recorded is said to be unknown. The last line is a checksum of the rest, so that a card which a person has
+written or changed is told from ours and left alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import warnings
+from pathlib import Path
+from textwrap import dedent
+
+import yaml
+from huggingface_hub import ModelCardData, metadata_load
+from peft import LoraConfig
+
+from restorekv import adapter_file, licences
+from restorekv.adapter_file import README, Card, Stored
+from restorekv.card_usage import here, in_kvpress
+from restorekv.errors import RestoreKVWarning
+
+NAMELESS = "OWNER/NAME-OR-FOLDER"
+UNRECORDED = "not recorded"
+PAPER = "https://arxiv.org/abs/2608.01247"
+TAGS = ["restorekv", "kv-cache", "lora", "long-context"]
+SEAL = re.compile(r"<!-- written by restorekv, ([0-9a-f]{64}) -->\n\Z")
+
+
+def save(folder: Path, stored: Stored) -> None:
+    """The adapter with its card; a README.md that is not ours stays, and that is told."""
+    own = is_ours(folder / README)
+    if not own:
+        message = (
+            f"{folder / README} was written or changed by someone and stays as it is; remove it to get a new card."
+        )
+        warnings.warn(message, RestoreKVWarning, stacklevel=4)
+    adapter_file.write(folder, stored, text(stored.card, stored.config) if own else None)
+
+
+def is_ours(path: Path) -> bool:
+    """Whether `path` may be replaced: nothing is there, or a card of ours that nobody has changed."""
+    if not path.exists():
+        return True
+    try:
+        found = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+    seal = SEAL.search(found)
+    return seal is not None and seal[1] == checksum(found[: seal.start()])
+
+
+def licence_of(folder: Path) -> str | None:
+    """What the front matter of the folder's README.md names; None where it names none."""
+    try:
+        told = (metadata_load(folder / README) or {}).get("license")
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    return told if isinstance(told, str) and told not in ("unknown", "other") else None
+
+
+def text(card: Card, config: LoraConfig, name: str = NAMELESS) -> str:
+    """The whole README.md; `name` is what users are told to load."""
+    parts = (
+        f"---\n{front_matter(card)}\n---\n", method(card), made_for(card, config), training(card),
+        results(card), here(card, name), in_kvpress(card, config, name), citation(),
+    )  # fmt: skip
+    body = "\n".join(parts)
+    return f"{body}\n<!-- written by restorekv, {checksum(body + chr(10))} -->\n"
+
+
+def checksum(body: str) -> str:
+    return hashlib.sha256(body.encode()).hexdigest()
+
+
+def front_matter(card: Card) -> str:
+    """YAML as the hub wants it: a base model only where it has a name there, a licence it knows or "other"."""
+    licence = licences.identifier(card.licence or licences.UNKNOWN)
+    named = licence in licences.RUNG and licence != "public-domain"
+    licence_name = None
+    if licence == licences.UNKNOWN:
+        licence = "unknown"
+    elif not named:
+        licence, licence_name = "other", re.sub(r"[^a-z0-9.]+", "-", licence.lower()).strip("-")
+    return ModelCardData(
+        library_name="peft", base_model=card.model if is_hub_id(card.model) else None, tags=TAGS,
+        license=licence, license_name=licence_name,
+    ).to_yaml()  # fmt: skip
+
+
+def is_hub_id(name: str) -> bool:
+    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name)) and not Path(name).exists()
+
+
+def method(card: Card) -> str:
+    return dedent(f"""\
+        # Restore adapter for {cell(Path(card.model).name or "a model without a name")}
+
+        A restore adapter of [RestoreKV]({PAPER}). A long context's KV cache is evicted once, before any question is
+        known. Before anything is dropped, {card.restore_tokens} restore tokens read the full cache in one pass through
+        the model with this LoRA, and leave {card.restore_tokens} key-value pairs in every layer and KV head. They take
+        their share of the same budget and bring back part of what eviction loses. The LoRA is in the model during that
+        pass alone; the model itself is unchanged.
+        """)
+
+
+def made_for(card: Card, config: LoraConfig) -> str:
+    """The conventions; an adapter that was never described has defaults in its card, which are no record."""
+    known = card.evictor is not None
+    span = card.ratio_range and f"{card.ratio_range[0]:g} to {card.ratio_range[1]:g}"
+    targets = config.target_modules
+    rows = {
+        "base model": card.model,
+        "fingerprint of its weights": card.fingerprint,
+        "RoPE": card.rope,
+        "evictor": card.evictor,
+        "restore tokens (n)": card.restore_tokens,
+        "chat prefix": {"free": "kept beside the budget (free)", "counted": "in the budget (counted)"}.get(
+            card.prefix_policy, card.prefix_policy
+        ),
+        "allocation": card.allocation if known else None,
+        "the restore pass reads": f"the {card.restore_from} cache" if known else None,
+        "compression ratios": span,
+        "restore embeddings": card.embeddings if card.source is None else None,
+        "LoRA": f"rank {config.r}, alpha {config.lora_alpha:g}" if targets else "none",
+        "LoRA on": targets if isinstance(targets, str) else ", ".join(sorted(targets or ())) or "nothing",
+        "LoRA weights in the file": card.dtype,
+    }
+    lines = ["## What it was made for", "", facts(rows), ""]
+    if card.source:
+        lines += [
+            f"A copy of {card.source}, whose authors publish no record of this kind: fingerprint and RoPE are those of "
+            "the model it was loaded into here, the evictor is told by its name.", "",
+        ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def training(card: Card) -> str:
+    settings = (
+        facts({key: "none" if value is None else value for key, value in card.settings.items()})
+        if card.settings
+        else f"{UNRECORDED.capitalize()}."
+    )
+    columns = ("source", "examples", "contexts", "licence")
+    data = (
+        table([{**dict.fromkeys(columns), **row} for row in card.data]) if card.data else f"{UNRECORDED.capitalize()}."
+    )
+    licence = card.licence or licences.UNKNOWN
+    told = f"Licence of this adapter: {licences.title(licence)}."
+    if card.data:
+        told += " It follows from the most restrictive one of the data, unless whoever published it chose another."
+    if licences.non_commercial(licence):
+        told += " Not for commercial use."
+    return f"## Training\n\n{settings}\n\n## Data and licence\n\n{data}\n\n{told}\n"
+
+
+def results(card: Card) -> str:
+    found = table(card.results) if card.results else "None recorded."
+    return f"## Results\n\n{found}\n"
+
+
+def citation() -> str:
+    return dedent("""\
+        ## Citation
+
+        ```bibtex
+        @article{restorekv,
+          title   = {RestoreKV: Recovering Full-Cache Behavior Under Aggressive Query-Agnostic KV Cache Eviction},
+          author  = {Baek, Changwoo and Shin, Seungjun and Kong, Kyeongbo},
+          journal = {arXiv preprint arXiv:2608.01247}
+        }
+        ```
+        """)
+
+
+def facts(rows: dict[str, object]) -> str:
+    return table([{"": key.replace("_", " "), " ": value} for key, value in rows.items()])
+
+
+def table(rows: list[dict]) -> str:
+    """Columns in the order in which they first appear."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [columns, ["---"] * len(columns), *([row.get(key) for key in columns] for row in rows)]
+    return "\n".join("| " + " | ".join(cell(value) for value in line) + " |" for line in lines)
+
+
+def cell(value: object) -> str:
+    """Text for one cell of a table."""
+    if value is None:
+        return UNRECORDED
+    shown = value if isinstance(value, str) else json.dumps(value)
+    return " ".join(shown.split()).replace("|", "\\|").replace("<", "&lt;")
