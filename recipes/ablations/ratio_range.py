@@ -19,9 +19,7 @@ DEFAULT = "0.025 to 0.25"
 def sweep(settings: TrainConfig) -> Sweep:
     """Four ranges and none."""
     rows = {
-        f"{low:g} to {high:g}": Variant(
-            f"r from {low:g} to {high:g}", {"ratio_min": low, "ratio_max": high}, paper=paper
-        )
+        (name := f"{low:g} to {high:g}"): Variant(f"r from {name}", {"ratio_min": low, "ratio_max": high}, paper=paper)
         for (low, high), paper in RANGES.items()
     }
     others = [name for name in rows if name != DEFAULT]

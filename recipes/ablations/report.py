@@ -13,7 +13,7 @@ from restorekv.atomic import replacing, write_json
 from restorekv.errors import RestoreKVError
 from restorekv.evaluate import interval
 from restorekv.groups import span
-from restorekv.tables import name
+from restorekv.tables import name as method_name
 
 INTRO = """# The paper's ablations
 
@@ -94,7 +94,7 @@ def facts(setup: Setup, found: Mapping[str, Trial], done: Mapping[str, dict], se
         full = span(dict(zip(("score", "low", "high"), interval(answered), strict=True)), "score", "low", "high")
     conventions = next(iter(done.values()))["conventions"]
     return {
-        "full": full, "evictor": name(setup.settings.evictor, False), "policy": conventions["prefix_policy"],
+        "full": full, "evictor": method_name(setup.settings.evictor, False), "policy": conventions["prefix_policy"],
         "seeds": "seed " + str(seeds[0]) if len(seeds) == 1 else "seeds " + ", ".join(map(str, seeds)),
         "allocation": conventions["allocation"], "dtype": conventions["dtype"],
     }  # fmt: skip
