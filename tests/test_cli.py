@@ -15,7 +15,7 @@ from restorekv.cli.train import HELP
 from restorekv.compressed import CompressedContext
 from restorekv.models import load_model
 from restorekv.survivors import Survivors
-from restorekv.train.loop import TrainConfig
+from restorekv.train.config import TrainConfig
 
 TRAIN = ("--restore-tokens", 2, "--rank", 2, "--warmup", 1, "--max-new-tokens", 4, "--ratio-min", 0.1)
 

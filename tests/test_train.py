@@ -7,11 +7,12 @@ import pytest
 import torch
 from conftest import build_model
 
-from restorekv.compression import Eviction
 from restorekv.errors import RestoreKVError
+from restorekv.train.answers import answer_logits
+from restorekv.train.config import TrainConfig, learning_rate
 from restorekv.train.data import Example, read_examples
-from restorekv.train.loop import Lessons, TrainConfig, draw, learning_rate, step_loss, train
-from restorekv.train.teacher import answer_logits
+from restorekv.train.lessons import Lessons
+from restorekv.train.loop import draw, train
 
 TEXT = "the code of the red house is seven; who lives in the blue house? the blue house is the code of who. " * 2
 EXAMPLES = [
@@ -83,7 +84,7 @@ def test_lessons_are_the_teachers_own_greedy_answers(tiny_model, tiny_tokenizer)
     for lesson in taught:
         ids = torch.cat([prepared.context.ids[0], lesson.ids])[None]
         plain = tiny_model(ids).logits[0, -lesson.answer - 1 : -1]
-        torch.testing.assert_close(lesson.logits, plain, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(tiny_model.lm_head(lesson.hidden), plain, rtol=1e-4, atol=1e-4)
         assert torch.equal(plain.argmax(-1), lesson.ids[-lesson.answer :])
 
 
@@ -106,7 +107,6 @@ def test_without_restoring_the_student_is_the_base_evictor(tiny_model, tiny_toke
     torch.testing.assert_close(both[: taught[0].answer], alone, rtol=1e-4, atol=1e-4)
     full = answer_logits(tiny_model, prepared.at(1), [taught[0].ids], [taught[0].answer])
     assert (full - alone).abs().max() > 1e-3
-    assert Eviction.make("kvzip").adapter is None and step_loss is not None
 
 
 def test_schedule_and_order_are_functions_of_the_step():
@@ -114,8 +114,25 @@ def test_schedule_and_order_are_functions_of_the_step():
     assert learning_rate(config, 0) == pytest.approx(0.1)
     assert learning_rate(config, 10) == pytest.approx(1.0)
     assert learning_rate(config, 60) == pytest.approx(0.5)
-    visits = [index for step in range(5) for index in draw(replace(config, contexts=2), step, 10)[0]]
-    assert sorted(visits) == list(range(10))
+    examples = [Example(str(index), ("a?", "b?", "c?"), (None,) * 3) for index in range(10)]
+    visits = [visit for step in range(5) for visit in draw(replace(config, contexts=2, questions=2), step, examples)]
+    assert sorted(visit.index for visit in visits) == list(range(10))
+    assert all(len(set(visit.questions)) == 2 and 0.025 <= float(visit.ratio) <= 0.25 for visit in visits)
+    assert {visit.tokens for visit in visits} == {8}
+
+
+def test_two_processes_make_the_visits_of_one_with_twice_the_contexts():
+    examples = [Example(str(index), ("a?", "b?"), (None, None)) for index in range(7)]
+    one = [draw(TrainConfig(contexts=4), step, examples) for step in range(5)]
+    assert one == [draw(TrainConfig(contexts=2), step, examples, size=2) for step in range(5)]
+
+
+def test_ratios_may_be_drawn_evenly_in_their_logarithm_and_tokens_at_random():
+    examples = [Example("a", ("b?",), (None,))]
+    config = TrainConfig(ratio_min=0.01, ratio_max=1, ratio_law="log-uniform", nested=True, restore_tokens=3)
+    visits = [draw(config, step, examples)[0] for step in range(400)]
+    assert 0.4 < sum(float(visit.ratio) < 0.1 for visit in visits) / 400 < 0.6
+    assert {visit.tokens for visit in visits} == {1, 2, 3}
 
 
 def test_json_lines_are_read_and_bad_ones_named(tmp_path):

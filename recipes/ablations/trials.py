@@ -19,9 +19,11 @@ from restorekv.errors import RestoreKVError
 from restorekv.evaluate import Answer, Cell, record, recorded
 from restorekv.models import BUNDLED, load_model
 from restorekv.prepared import Prepared
+from restorekv.prompt import make_context
 from restorekv.restore import RestoreAdapter
 from restorekv.train.config import TrainConfig
 from restorekv.train.data import Example, bundled_examples, read_examples
+from restorekv.train.lessons import Lessons
 from restorekv.train.loop import train
 
 SHORTEST, LONGEST = 512, 1280  # of the bundled training contexts
@@ -39,6 +41,11 @@ class Setup:
     contexts: int = 500
     documents: int = 104
     device: str = "cpu"
+
+    @property
+    def store(self) -> tuple[Path, bool]:
+        """Where prefills, scores and lessons are kept; the full caches of the bundled model take 2 GB in all."""
+        return self.folder / "lessons", self.model == BUNDLED
 
     def described_data(self) -> str:
         """What was trained on: the bundled world, or a digest of the files."""
@@ -182,11 +189,11 @@ def carry_out(trial: Trial, told: Told) -> None:
         adapter = trained(trial, model, tokenizer, told)
     eviction, made = trial.eviction(), documents(tokenizer, trial.setup.documents)
     cells = {ratio: Cell() for ratio in trial.ratios}
+    config = replace(trial.config or trial.setup.settings, evictor=trial.evictor)
+    scored = Lessons(model, tokenizer, [], config, *trial.setup.store)
     for index, document in enumerate(made):
-        with torch.no_grad():
-            prepared = eviction.prepare(model, tokenizer, document.text)
-            prepared = prepared.restored_by(adapter) if adapter else prepared
-        ask_all(cells, model, tokenizer, prepared, index, document)
+        prepared = replace(scored.prepared(make_context(tokenizer, document.text)), conventions=eviction.conventions)
+        ask_all(cells, model, tokenizer, prepared, adapter, index, document)
         if (index + 1) % 26 == 0:
             told(f"document {index + 1} of {len(made)}")
     identity = {trial.evictor: adapter.identity() if adapter else None}
@@ -200,8 +207,9 @@ def carry_out(trial: Trial, told: Told) -> None:
 
 
 @torch.no_grad()
-def ask_all(cells: dict[float, Cell], model, tokenizer, prepared: Prepared, index: int, document) -> None:
+def ask_all(cells: dict[float, Cell], model, tokenizer, prepared: Prepared, adapter, index: int, document) -> None:
     """A document's questions at every ratio."""
+    prepared = prepared.restored_by(adapter) if adapter else prepared
     for ratio, cell in cells.items():
         record(cell, model, tokenizer, prepared, prepared.at(ratio), index, document)
 
@@ -216,8 +224,11 @@ def trained(trial: Trial, model, tokenizer, told: Told) -> RestoreAdapter:
             left = (time.perf_counter() - begun) / len(first) * (steps - step) / 60
             told(f"step {step} of {steps}, loss {loss:.4f}, {left:.0f} min to go")
 
-    examples, store = trial.setup.examples(tokenizer), trial.setup.folder / "lessons"
-    return train(model, tokenizer, examples, config, trial.checkpoints, resume=True, progress=progress, store=store)
+    examples, (store, prefills) = trial.setup.examples(tokenizer), trial.setup.store
+    return train(
+        model, tokenizer, examples, config, trial.checkpoints, resume=True, progress=progress, store=store,
+        store_prefill=prefills,
+    )  # fmt: skip
 
 
 def answers(result: dict) -> dict[float, list[Answer]]:

@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 
 from restorekv.models import load_model
+from restorekv.train.config import TrainConfig
 from restorekv.train.data import bundled_examples
-from restorekv.train.loop import TrainConfig, train
+from restorekv.train.loop import train
 
 CONTEXTS = 500
 SETTINGS = TrainConfig(

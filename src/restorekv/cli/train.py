@@ -12,8 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from restorekv.bundled.suite import LONGEST, SHORTEST
 from restorekv.cli.session import notes, open_model, output
 from restorekv.errors import RestoreKVError
+from restorekv.train.config import TrainConfig
 from restorekv.train.data import Example, bundled_examples, read_examples
-from restorekv.train.loop import TrainConfig, train
+from restorekv.train.loop import train
 
 HELP = {
     "evictor": "Whose losses to restore, with its settings: kvzip, snapkv:window=64.",
@@ -30,10 +31,16 @@ HELP = {
     "warmup": "Steps of linear warm-up before the cosine.",
     "clip": "Largest norm of the gradient.",
     "steps": "Optimizer steps.",
-    "contexts": "Contexts per step.",
+    "contexts": "Contexts per process and step; their gradients add up.",
     "questions": "Questions per context and step, at most.",
     "ratio_min": "Lowest compression ratio drawn.",
     "ratio_max": "Highest compression ratio drawn.",
+    "ratio_law": "uniform, or log-uniform, which draws tight ratios more often.",
+    "nested": "Draw how many restore tokens are used, so that the first few work alone.",
+    "kl": "symmetric; forward: KL(teacher, student); reverse.",
+    "reduction": "mean over the answer tokens, or their sum: long answers weigh more.",
+    "hidden_weight": "Weight of matching the teacher's hidden states at the answer.",
+    "attention_weight": "Weight of matching the teacher's attention outputs there.",
     "max_new_tokens": "Longest answer of the teacher.",
     "seed": "Seed of embeddings, LoRA and draws.",
     "keep": "Prepared contexts that stay in memory.",

@@ -23,15 +23,22 @@ class Example:
     context: str
     questions: tuple[str, ...]
     drafts: tuple[str | None, ...]
+    answer_ids: tuple[tuple[int, ...], ...] | None = None  # of answers that this very model wrote
+    source: str | None = None
+    licence: str | None = None
+    where: str = ""  # file and line or row, for messages
 
 
 def bundled_examples(tokenizer: Tokenizer, count: int, seed: int, low: int, high: int) -> list[Example]:
     """`count` documents of the bundled world from the split that only the restore pass is trained on."""
     made = documents(tokenizer, count, f"restore {seed}", seed, low, high)
     return [
-        Example(doc.text, tuple(q.text for q in doc.questions), tuple(" " + q.target for q in doc.questions))
+        Example(
+            doc.text, tuple(q.text for q in doc.questions), tuple(" " + q.target for q in doc.questions),
+            source="bundled world", licence="apache-2.0",
+        )
         for doc in made
-    ]
+    ]  # fmt: skip
 
 
 def read_examples(path: Path) -> list[Example]:
@@ -45,6 +52,17 @@ def read_examples(path: Path) -> list[Example]:
     if not examples:
         raise RestoreKVError(f"The training file {path} has no examples; write one JSON object a line.")
     return examples
+
+
+def sources(examples: list[Example]) -> list[dict[str, object]]:
+    """For the records: contexts and questions by source and licence; None where nobody has said it."""
+    found: dict[tuple, list[Example]] = {}
+    for example in examples:
+        found.setdefault((example.source, example.licence), []).append(example)
+    return [
+        {"source": source, "licence": licence, "contexts": len(own), "examples": sum(len(x.questions) for x in own)}
+        for (source, licence), own in found.items()
+    ]
 
 
 def lines(path: Path) -> list[str]:

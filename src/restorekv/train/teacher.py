@@ -1,8 +1,13 @@
-"""The full-cache teacher: its greedy answers and its logits on them (Eq. 7, left), computed once a context."""
+"""The full-cache teacher: its greedy answers and what it thinks at them (Eq. 7, left), computed once a context.
+
+Of its distributions the last hidden states are kept: the frozen LM head turns them into all logits again, exactly, and
+they take a sixtieth of the place (width 2,560 against 151,936 ids). Of the 256 likeliest ids and the mass of the
+others, the loss was 2 to 5 % too low on the bundled model (docs/LOG.md).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -11,70 +16,76 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache import RaggedCache
 from restorekv.generate import answer_ids, stop_ids
-from restorekv.models import decoder
 from restorekv.prepared import Prepared
 from restorekv.prompt import encode, question_ids
+from restorekv.train.answers import States, answer_pass
 from restorekv.train.data import Example
-from restorekv.train.distill import answer_rows
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """A question and the teacher's answer as ids, how many of them are the answer, and its logits (answer, V)."""
+    """A question and the teacher's answer as ids, how many of them are the answer (M), and the teacher's states there.
+
+    hidden (M, d), from which the LM head makes its logits; states by name, (layers, M, d) each.
+    """
 
     ids: Tensor
     answer: int
-    logits: Tensor
+    hidden: Tensor
+    states: States = field(default_factory=dict)
 
 
-def answer_logits(model: PreTrainedModel, cache: RaggedCache, rows: list[Tensor], answers: list[int]) -> Tensor:
-    """Logits that predict the answers, (sum of answers, V), for rows of question + answer ids over one shared cache."""
-    width = max(len(row) for row in rows)
-    ids = torch.stack([torch.nn.functional.pad(row, (0, width - len(row))) for row in rows]).to(model.device)
-    # Padding is to the right of every answer, so the causal mask alone keeps it unseen.
-    hidden = decoder(model)(input_ids=ids, past_key_values=cache.fork(len(rows)), use_cache=True).last_hidden_state
-    lengths = [(len(row) - answer, answer) for row, answer in zip(rows, answers, strict=True)]
-    return model.lm_head(hidden[answer_rows(lengths, width).to(model.device)])
+@dataclass(frozen=True)
+class Teacher:
+    """`watch` names the states of the layers that are kept."""
 
+    model: PreTrainedModel
+    tokenizer: Tokenizer
+    max_new_tokens: int
+    watch: tuple[str, ...] = ()
 
-def teach(
-    model: PreTrainedModel, tokenizer: Tokenizer, prepared: Prepared, example: Example, max_new_tokens: int
-) -> list[Lesson]:
-    """The teacher's lessons on every question of a context.
+    @torch.no_grad()
+    def teach(self, prepared: Prepared, example: Example) -> list[Lesson]:
+        """A lesson on every question of a context.
 
-    A draft whose every id is the argmax of the teacher's logits *is* the greedy answer; the others are generated.
-    """
-    cache = prepared.at(1)
-    asked = [question_ids(tokenizer, prepared.context, question)[0] for question in example.questions]
-    answers = [None if draft is None else closed(model, tokenizer, encode(tokenizer, draft)[0].tolist(), max_new_tokens)
-               for draft in example.drafts]  # fmt: skip
-    drafted = [index for index, answer in enumerate(answers) if answer is not None]
-    lessons = {
-        index: lesson
-        for index, lesson in zip(drafted, assess(model, cache, asked, answers, drafted), strict=True)
-        if torch.equal(lesson.logits.argmax(-1).cpu(), answers[index])
-    }
-    others = [index for index in range(len(asked)) if index not in lessons]
-    if others:
-        written = answer_ids(model, tokenizer, cache, [asked[index] for index in others], max_new_tokens)
-        for index, ids in zip(others, written, strict=True):
-            answers[index] = ids
-        lessons |= dict(zip(others, assess(model, cache, asked, answers, others), strict=True))
-    return [lessons[index] for index in range(len(asked))]
+        Answers that this teacher wrote before (`example.answer_ids`) are taken as they are. A draft whose every id is
+        the argmax of the teacher's logits *is* the greedy answer; other answers are generated.
+        """
+        cache = prepared.at(1)
+        asked = [question_ids(self.tokenizer, prepared.context, text, empty=True)[0] for text in example.questions]
+        if example.answer_ids is not None:
+            answers = [torch.tensor(ids) for ids in example.answer_ids]
+            return [lesson for lesson, _ in self.assess(cache, asked, answers, range(len(asked)))]
+        answers = [None if draft is None else self.closed(draft) for draft in example.drafts]
+        drafted = [index for index, answer in enumerate(answers) if answer is not None]
+        found = zip(drafted, self.assess(cache, asked, answers, drafted), strict=True)
+        lessons = {index: lesson for index, (lesson, confirmed) in found if confirmed}
+        others = [index for index in range(len(asked)) if index not in lessons]
+        if others:
+            prompts = [asked[index] for index in others]
+            written = answer_ids(self.model, self.tokenizer, cache, prompts, self.max_new_tokens)
+            for index, ids in zip(others, written, strict=True):
+                answers[index] = ids
+            lessons |= zip(others, (lesson for lesson, _ in self.assess(cache, asked, answers, others)), strict=True)
+        return [lessons[index] for index in range(len(asked))]
 
+    def closed(self, draft: str) -> Tensor:
+        """A draft's ids with the EOS id behind them, unless the limit cut it off."""
+        ids = encode(self.tokenizer, draft)[0].tolist()
+        return torch.tensor([*ids, min(stop_ids(self.model, self.tokenizer))][: self.max_new_tokens])
 
-def closed(model: PreTrainedModel, tokenizer: Tokenizer, ids: list[int], limit: int) -> Tensor:
-    """A draft with the EOS id behind it, unless the limit cut it off."""
-    return torch.tensor([*ids, min(stop_ids(model, tokenizer))][:limit])
-
-
-def assess(
-    model: PreTrainedModel, cache: RaggedCache, asked: list[Tensor], answers: list[Tensor | None], indices: list[int]
-) -> list[Lesson]:
-    """The teacher's logits on the answers of the questions named by `indices`."""
-    if not indices:
-        return []
-    rows = [torch.cat([asked[index], answers[index]]) for index in indices]
-    counts = [len(answers[index]) for index in indices]
-    logits = answer_logits(model, cache, rows, counts).split(counts)
-    return [Lesson(row, count, part.clone()) for row, count, part in zip(rows, counts, logits, strict=True)]
+    def assess(self, cache: RaggedCache, asked: list[Tensor], answers: list, indices) -> list[tuple[Lesson, bool]]:
+        """The lessons on the questions named by `indices`, and whether the answer is the greedy one."""
+        if not indices:
+            return []
+        rows = [torch.cat([asked[index], answers[index]]) for index in indices]
+        counts = [len(answers[index]) for index in indices]
+        seen = answer_pass(self.model, cache, rows, counts, self.watch)
+        lessons, start = [], 0
+        for row, count in zip(rows, counts, strict=True):
+            part = slice(start, start := start + count)
+            hidden = seen.hidden[part].clone()
+            states = {name: value[:, part].clone() for name, value in seen.states.items()}
+            greedy = torch.equal(self.model.lm_head(hidden).argmax(-1).cpu(), row[-count:])
+            lessons.append((Lesson(row, count, hidden, states), greedy))
+        return lessons

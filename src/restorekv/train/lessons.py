@@ -1,0 +1,147 @@
+"""Prepared contexts with their teacher's answers, made once and remembered in memory or on disk."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv import attention
+from restorekv.models import model_fingerprint, rope_fingerprint
+from restorekv.prefill import prefill
+from restorekv.prepared import Prepared
+from restorekv.prompt import Context, make_context, template_hash
+from restorekv.train.answers import ATTENTION, HIDDEN
+from restorekv.train.config import TrainConfig
+from restorekv.train.data import Example
+from restorekv.train.store import Store
+from restorekv.train.teacher import Lesson, Teacher
+
+Taught = tuple[Prepared, list[Lesson]]
+
+
+class Lessons:
+    """`self[index]`: a context without a restore cache, and its lessons.
+
+    The first `config.keep` contexts stay in memory. With a `store`, scores and lessons are kept there, and with
+    `store_prefill` the full caches too, which only small models can afford.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        examples: list[Example],
+        config: TrainConfig,
+        store: Path | None = None,
+        store_prefill: bool = False,
+    ) -> None:
+        self.model, self.tokenizer, self.examples, self.config = model, tokenizer, examples, config
+        self.eviction = config.eviction()
+        watch = tuple(name for name, weight in ((HIDDEN, config.hidden_weight), (ATTENTION, config.attention_weight))
+                      if weight)  # fmt: skip
+        self.teacher = Teacher(model, tokenizer, config.max_new_tokens, watch)
+        self.store_prefill = store_prefill
+        self.store = None if store is None else Store(store, facts(model, tokenizer))
+        self.kept: dict[int, Taught] = {}
+        attention.install(model)
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    @torch.no_grad()
+    def __getitem__(self, index: int) -> Taught:
+        if index in self.kept:
+            return self.kept[index]
+        example = self.examples[index]
+        prepared = self.prepared(make_context(self.tokenizer, example.context))
+        lessons = self.taught(prepared, example)
+        if len(self.kept) < self.config.keep:
+            self.kept[index] = prepared, lessons
+        return prepared, lessons
+
+    def prepared(self, context: Context) -> Prepared:
+        """Prefill and scores, each from the store if it is there."""
+        if self.store is None:
+            return self.eviction.prepare(self.model, self.tokenizer, context)
+        text = {"ids": digest(context.ids)}
+        scored = text | {"evictor": self.eviction.identity(self.model)}
+        scores, full = self.store.find("scores", scored), None
+        if scores is None:
+            made = self.eviction.prepare(self.model, self.tokenizer, context)
+            self.store.put("scores", scored, {"scores": made.scores})
+            scores, full = {"scores": made.scores}, made.full
+        if full is None or self.store_prefill:
+            full = self.prefilled(context, text, full)
+        stored = scores["scores"].to(self.model.device)
+        return Prepared(self.model, context, full, stored, self.eviction.conventions)
+
+    def prefilled(self, context: Context, key: dict, full: DynamicCache | None) -> DynamicCache:
+        """The full cache, from the store if it is kept there."""
+        if not self.store_prefill:
+            return prefill(self.model, context.ids)
+        held = self.store.get("prefill", key, lambda: packed(full or prefill(self.model, context.ids)))
+        return unpacked(held, self.model.device)
+
+    def taught(self, prepared: Prepared, example: Example) -> list[Lesson]:
+        """The lessons, from the store if they are there."""
+        if self.store is None:
+            return self.teacher.teach(prepared, example)
+        key = {
+            "ids": digest(prepared.context.ids), "questions": list(example.questions), "drafts": list(example.drafts),
+            "answers": example.answer_ids and [list(ids) for ids in example.answer_ids],
+            "limit": self.teacher.max_new_tokens, "watch": list(self.teacher.watch),
+        }  # fmt: skip
+        held = self.store.get("teacher", key, lambda: written(self.teacher.teach(prepared, example)))
+        return read(held, len(example.questions), self.model.device)
+
+
+def facts(model: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, object]:
+    """What prefill, scores and answers depend on beside the text."""
+    return {
+        "model": model_fingerprint(model), "dtype": str(model.dtype), "rope": rope_fingerprint(model.config),
+        "template": template_hash(tokenizer), "vocabulary": len(tokenizer),
+    }  # fmt: skip
+
+
+def digest(ids: Tensor) -> str:
+    """Of a context's ids, chat prefix included."""
+    return hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest()
+
+
+def packed(full: DynamicCache) -> dict[str, Tensor]:
+    """Keys and values of every layer, (1, H, S + T, D) each."""
+    layers = enumerate(full.layers)
+    return {f"{name}.{index}": getattr(layer, name) for index, layer in layers for name in ("keys", "values")}
+
+
+def unpacked(held: dict[str, Tensor], device: torch.device) -> DynamicCache:
+    """The counterpart of `packed`."""
+    full = DynamicCache()
+    for index in range(len(held) // 2):
+        full.update(held[f"keys.{index}"].to(device), held[f"values.{index}"].to(device), index)
+    return full
+
+
+def written(lessons: list[Lesson]) -> dict[str, Tensor]:
+    """Lessons as named tensors."""
+    held = {}
+    for number, lesson in enumerate(lessons):
+        parts = {"row": lesson.ids.int(), "answer": torch.tensor(lesson.answer), "hidden": lesson.hidden}
+        parts |= {f"state.{name}": value for name, value in lesson.states.items()}
+        held |= {f"{number}.{name}": value for name, value in parts.items()}
+    return held
+
+
+def read(held: dict[str, Tensor], count: int, device: torch.device) -> list[Lesson]:
+    """The counterpart of `written`."""
+    lessons = []
+    for number in range(count):
+        own = {name.partition(".")[2]: x for name, x in held.items() if name.partition(".")[0] == str(number)}
+        states = {name.removeprefix("state."): x.to(device) for name, x in own.items() if name.startswith("state.")}
+        lessons.append(Lesson(own["row"].long(), int(own["answer"]), own["hidden"].to(device), states))
+    return lessons
