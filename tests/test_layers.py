@@ -21,6 +21,7 @@ FLOORS = [
     ["baselines"],
     ["compression", "survivors", "survivors_plot"],
     ["bundled"],
+    ["data"],
     ["train", "evaluate"],
     ["tables"],
     ["groups", "demo", "bench"],

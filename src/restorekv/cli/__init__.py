@@ -19,6 +19,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "compress": ("restorekv.cli.compress", "Compress a text into a small cache file."),
     "ask": ("restorekv.cli.ask", "Answer questions from a cache file."),
     "inspect": ("restorekv.cli.inspect", "Show which tokens survive and where the budget falls."),
+    "data": ("restorekv.cli.data", "Build or show training data: documents, questions, the teacher's answers."),
     "train": ("restorekv.cli.train", "Train a restore adapter by self-distillation."),
     "push": ("restorekv.cli.push", "Publish a restore adapter on the Hugging Face hub."),
     "train-gate": ("restorekv.cli.train_gate", "Train a learned scorer, for the evictors fastkvzip and kvzap."),
@@ -45,10 +46,13 @@ class Commands(TyperGroup):
 
 
 def load(name: str) -> TyperCommand:
-    """The command itself, its flags read from the signature of its module's `run`."""
-    module, line = COMMANDS[name]
+    """The command itself, its flags read from the signature of its module's `run`; or the module's group `app`."""
+    path, line = COMMANDS[name]
+    module = importlib.import_module(path)
+    if hasattr(module, "app"):
+        return typer.main.get_command(module.app)
     single = typer.Typer(add_completion=False)
-    single.command(name, help=line)(importlib.import_module(module).run)
+    single.command(name, help=line)(module.run)
     return typer.main.get_command(single)
 
 

@@ -1,0 +1,97 @@
+"""`restorekv data build` and `restorekv data show`: the training mixture. Flags are the fields of BuildConfig."""
+
+import inspect
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+from rich.markup import escape
+
+from restorekv.atomic import check_target, write_json
+from restorekv.cli import options
+from restorekv.cli.session import bar, open_model, output
+from restorekv.data.build import build
+from restorekv.data.config import BuildConfig
+from restorekv.data.files import optional
+from restorekv.data.folder import check_folder
+from restorekv.data.manifest import read_manifest
+from restorekv.data.mixture import read_mixture
+from restorekv.data.table import data_table, figures, left_out
+from restorekv.errors import RestoreKVError
+
+app = typer.Typer(add_completion=False, help="Build the training mixture, with the teacher's answers, or show one.")
+
+
+def run(
+    out: Annotated[Path, typer.Option(help="Folder of the data.")],
+    model: options.Model = "bundled",
+    device: options.Device = "cpu",
+    dtype: options.Dtype = "auto",
+    exclude: Annotated[
+        list[str], typer.Option(help="Evaluation texts to keep out: a file or folder; repeatable.")
+    ] = (),
+    permissive: Annotated[bool, typer.Option("--permissive", help="Short for --mixture permissive.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the folder's unfinished data.")] = False,
+    **settings: Any,
+) -> None:
+    """Build a mixture: long documents, books and FLAN, questions and greedy answers of the model itself."""
+    config = BuildConfig(**{**settings, "mixture": "permissive" if permissive else settings["mixture"]})
+    check_folder(out, resume)
+    for name in exclude:
+        if not Path(name).exists():
+            raise RestoreKVError(f"There is no evaluation file or folder {name}; check the path.")
+    for package in ("datasets", "pyarrow"):
+        optional(package)
+    loaded, tokenizer = open_model(model, dtype, device)
+    try:
+        with bar("asking and answering", lines=True) as progress:
+            build(loaded, tokenizer, config, out, exclude, resume, progress)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"Interrupted; go on with --resume, nothing in {out} is asked twice.") from None
+    output.print(f"Wrote {escape(str(out))}")
+    print_tables(out)
+
+
+@app.command("show")
+def show(
+    folder: Annotated[Path, typer.Argument(help="Folder of the data.")],
+    json: Annotated[Path | None, typer.Option(help="Write the figures and the manifest here.")] = None,
+) -> None:
+    """Print the table of the paper's appendix from the data, beside the paper's numbers."""
+    read_manifest(folder)
+    if json:
+        check_target(json)
+    rows, manifest = print_tables(folder)
+    if json:
+        write_json(json, {"rows": rows, "manifest": manifest})
+
+
+def print_tables(folder: Path) -> tuple[list[dict], dict]:
+    """Reads the data back, so that what is shown has been verified."""
+    found, manifest = read_mixture(folder)
+    rows = figures(found, manifest)
+    output.print(data_table(rows, manifest))
+    output.print(left_out(manifest))
+    return rows, manifest
+
+
+def with_flags() -> inspect.Signature:
+    """`run` as typer shall see it: its own options, then one for every field of BuildConfig."""
+    own = [p for p in inspect.signature(run).parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    kinds = get_type_hints(BuildConfig)
+    added = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=Annotated[kinds[field.name], typer.Option(help=field.metadata["help"])],
+        )
+        for field in fields(BuildConfig)
+    ]
+    return inspect.Signature([*own, *added])
+
+
+run.__signature__ = with_flags()
+run.__annotations__ = {name: parameter.annotation for name, parameter in run.__signature__.parameters.items()}
+app.command("build")(run)

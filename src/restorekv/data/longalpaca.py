@@ -1,0 +1,33 @@
+"""LongAlpaca-12k (arXiv 2309.12307, hub Yukang/LongAlpaca-12k, CC BY-NC 4.0): long documents with the question cut off.
+
+A row's `instruction` is a preface, a paper or part of a book, "Now the paper ends." (the second paper, the material),
+and a question about it. As in the released recipe the context is the instruction up to that marker, or up to the last
+"Question:" where there is none; the 3,000 short instructions of the set have neither.
+"""
+
+import re
+from collections.abc import Iterator
+
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv.data.config import BuildConfig
+from restorekv.data.document import Document, Dropped
+
+LICENCE = "cc-by-nc-4.0"
+END = re.compile(r"Now the [a-z ]{1,30} ends\.", re.IGNORECASE)
+
+
+def documents(found: Iterator[dict], config: BuildConfig, tokenizer: Tokenizer) -> Iterator[Document | Dropped]:
+    """In the file's order; a row of a text file is a whole document."""
+    for index, row in enumerate(found):
+        text = row.get("text") or cut(row.get("instruction") or "")
+        yield Document(f"row {index}", text, LICENCE) if text.strip() else Dropped("no document")
+
+
+def cut(instruction: str) -> str:
+    """The instruction before its question; "" if it holds no document."""
+    ends = list(END.finditer(instruction))
+    if ends:
+        return instruction[: ends[-1].start()].rstrip()
+    before, _, _ = instruction.rpartition("Question:")
+    return before.rstrip()

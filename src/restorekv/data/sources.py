@@ -1,0 +1,42 @@
+"""The sources of both mixtures: how each is read, how long its contexts are, and when there is enough of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv.data import flan, longalpaca, open_papers, pg19
+from restorekv.data.config import BuildConfig
+from restorekv.data.document import Document, Dropped
+
+Reader = Callable[[Iterator[dict], BuildConfig, Tokenizer], Iterator[Document | Dropped]]
+LICENCES = {longalpaca.LICENCE, pg19.LICENCE, flan.LICENCE, *open_papers.LABELS.values()}
+
+
+@dataclass(frozen=True)
+class Source:
+    """`name` is its setting in BuildConfig; `wanted` counts contexts, or examples where `asked_once`."""
+
+    name: str
+    title: str
+    read: Reader
+    wanted: Callable[[BuildConfig], int]
+    shortest: Callable[[BuildConfig], int]
+    asked_once: bool = False
+
+    def enough(self, config: BuildConfig, contexts: int, examples: int) -> bool:
+        return (examples if self.asked_once else contexts) >= self.wanted(config)
+
+
+LONGALPACA = Source("longalpaca", "LongAlpaca", longalpaca.documents, lambda c: c.documents, lambda c: c.shortest)
+PAPERS = Source("papers", "Open papers", open_papers.documents, lambda c: c.documents, lambda c: c.shortest)
+PG19 = Source("pg19", "PG-19", pg19.documents, lambda c: c.books * c.chunks, lambda c: 1)
+FLAN = Source("flan", "Tulu-3 FLAN", flan.documents, lambda c: c.examples, lambda c: c.flan_shortest, asked_once=True)
+MIXTURES = {"paper": (LONGALPACA, PG19, FLAN), "permissive": (PAPERS, PG19, FLAN)}
+
+
+def sources(config: BuildConfig) -> tuple[Source, ...]:
+    """Those of the mixture of which something is wanted."""
+    return tuple(source for source in MIXTURES[config.mixture] if source.wanted(config))

@@ -1,0 +1,296 @@
+"""A mixture is the teacher's own greedy words, resumable to the same bytes, and never an evaluation text."""
+
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from conftest import build_model
+from data_world import flags, settings, text, two_papers, write_jsonl, write_sources
+
+import restorekv.data.build
+import restorekv.data.gather
+from restorekv.bundled.suite import documents as suite
+from restorekv.data.build import build
+from restorekv.data.config import BuildConfig
+from restorekv.data.mixture import read_mixture
+from restorekv.data.selfstudy import GLUE, KINDS, study
+from restorekv.data.sources import MIXTURES
+from restorekv.errors import RestoreKVError
+from restorekv.models import model_fingerprint
+from restorekv.prompt import encode, make_context, question_ids
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, str]:
+    return write_sources(tmp_path_factory.mktemp("sources"))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build_model("qwen3")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def suite_once(tiny_tokenizer):
+    """Making the bundled suite's documents takes longer than a build here."""
+    made = suite(tiny_tokenizer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(restorekv.data.build, "suite", lambda tokenizer: made)
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(suite_once, files, model, tiny_tokenizer, tmp_path_factory) -> Path:
+    """The uninterrupted paper mixture."""
+    out = tmp_path_factory.mktemp("whole") / "data"
+    build(model, tiny_tokenizer, settings(files), out)
+    return out
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def greedy(model, ids: torch.Tensor, limit: int, eos: int = 2) -> list[int]:
+    """Plain transformers, everything anew for every token."""
+    told = []
+    while len(told) < limit and eos not in told:
+        told.append(int(model(torch.cat([ids, torch.tensor([told], dtype=torch.long)], -1)).logits[0, -1].argmax()))
+    return told
+
+
+def test_the_defaults_are_the_papers():
+    told = BuildConfig()
+    assert (told.documents, told.shortest, told.longest) == (500, 2048, 16000)
+    assert (told.books, told.chunk, told.chunks, told.examples) == (50, 3072, 10, 1500)
+    assert (told.question_tokens, told.answer_tokens, told.flan_answer_tokens, told.flan_shortest) == (
+        64,
+        512,
+        256,
+        512,
+    )
+    assert (told.question_characters, told.least_answer) == (10, 4)
+    assert list(KINDS) == ["factual", "summary", "multihop", "method", "compare"]
+    assert [source.name for source in MIXTURES["permissive"]] == ["papers", "pg19", "flan"]
+
+
+def test_answers_are_the_teachers_greedy_words(whole, model, tiny_tokenizer):
+    made, manifest = read_mixture(whole, model, tiny_tokenizer)
+    assert {context.source for context in made} == {"longalpaca", "pg19", "flan"}
+    checked = 0
+    for context in made[::2] + made[-1:]:
+        framed = make_context(tiny_tokenizer, context.context)
+        assert framed.tokens == context.tokens
+        for question, answer, ids in zip(context.questions, context.answers, context.answer_ids, strict=True):
+            assert question == "" if context.source == "flan" else question.startswith(GLUE)
+            asked = question_ids(tiny_tokenizer, framed, question, empty=True)
+            limit = manifest["settings"]["flan_answer_tokens" if context.source == "flan" else "answer_tokens"]
+            assert list(ids) == greedy(model, torch.cat([framed.ids, asked], -1), limit)
+            assert answer == tiny_tokenizer.decode(ids, skip_special_tokens=True)
+            checked += 1
+    assert checked > 15
+
+
+def test_questions_are_the_teachers_too(model, tiny_tokenizer):
+    context = make_context(tiny_tokenizer, text("study", 20))
+    config = settings({}, question_tokens=12)
+    attempts = study(model, tiny_tokenizer, context, config)
+    assert [attempt["kind"] for attempt in attempts] == list(KINDS)
+    for attempt, prompt in zip(attempts, KINDS.values(), strict=True):
+        asked = question_ids(tiny_tokenizer, context, GLUE + prompt)
+        ids = greedy(model, torch.cat([context.ids, asked], -1), 12)
+        raw = tiny_tokenizer.decode(ids, skip_special_tokens=True)
+        line = next((line.strip() for line in raw.splitlines() if line.strip()), "")
+        assert attempt.get("question", GLUE) == GLUE + (line if "fault" not in attempt else "")
+    strict = study(model, tiny_tokenizer, context, settings({}, question_characters=10_000))
+    assert strict == [{"kind": kind, "fault": "short question"} for kind in KINDS]
+    silent = study(model, tiny_tokenizer, context, settings({}, least_answer=100))
+    assert all(attempt["fault"] in ("short answer", "short question") for attempt in silent)
+
+
+def test_every_column_and_count_fits(whole, model, tiny_tokenizer):
+    _, manifest = read_mixture(whole)
+    assert manifest["model"]["fingerprint"] == model_fingerprint(model) and manifest["model"]["dtype"] == "float32"
+    longalpaca = manifest["sources"]["longalpaca"]
+    assert longalpaca["dropped"] == {"no document": 1, "too short": 1, "repeated": 1, "too long": 1}
+    assert longalpaca["rows"] == 7 and longalpaca["contexts"] == 3 and longalpaca["attempts"] == 15
+    assert longalpaca["examples"] == 15 - sum(longalpaca["dropped_attempts"].values())
+    assert manifest["sources"]["pg19"]["contexts"] == 4 and manifest["sources"]["flan"]["examples"] == 2
+    assert manifest["sources"]["flan"]["dropped"] == {"another subset": 1, "too short": 1}
+    assert manifest["exclusion"]["texts"] == 52
+    for name, source in manifest["sources"].items():
+        table = pq.read_table(whole / f"{name}.parquet")
+        assert len(table) == source["examples"] == sum(source["licences"].values())
+        assert str(table.schema.field("answer_ids").type).startswith("list<") and "int32" in str(table.schema)
+        for row in table.to_pylist():
+            assert row["answer_tokens"] == len(row["answer_ids"])
+            assert row["question_tokens"] == encode(tiny_tokenizer, row["question"]).shape[-1]
+            assert row["kind"] in (KINDS if name != "flan" else ["prompt"])
+    assert set(contents(whole)) == {"manifest.json", "longalpaca.parquet", "pg19.parquet", "flan.parquet"}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_killed_build_goes_on_to_the_same_bytes_and_asks_nothing_twice(
+    seed, whole, files, model, tiny_tokenizer, tmp_path, monkeypatch
+):
+    rng, asked = random.Random(seed), []
+    for name in ("study", "reply"):
+        plain = getattr(restorekv.data.gather, name)
+
+        def counted(*args, plain=plain):
+            asked.append(args[2].ids.tolist())
+            return plain(*args)
+
+        monkeypatch.setattr(restorekv.data.gather, name, counted)
+    out = tmp_path / "data"
+    for stop in sorted(rng.sample(range(1, 10), 3)):
+        calls = itertools.count(1)
+
+        def kill(*_, calls=calls, stop=stop) -> None:
+            if next(calls) == stop:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            build(model, tiny_tokenizer, settings(files), out, resume=True, progress=kill)
+        torn = rng.choice(sorted((out / "parts").iterdir()))
+        line = torn.read_bytes().splitlines(keepends=True)[0]
+        with torn.open("ab") as file:  # as a kill in the middle of a write leaves it
+            file.write(line[: rng.randrange(1, len(line))])
+    build(model, tiny_tokenizer, settings(files), out, resume=True)
+    assert contents(out) == contents(whole)
+    assert len(asked) == len({str(ids) for ids in asked})
+    build(model, tiny_tokenizer, settings(files), out, resume=True)
+    assert contents(out) == contents(whole)
+
+
+@pytest.mark.slow
+def test_kill_9_leaves_a_build_that_goes_on(whole, files, model, tiny_tokenizer, tmp_path):
+    model.save_pretrained(tmp_path / "model")
+    tiny_tokenizer.save_pretrained(tmp_path / "model")
+    out, plain = tmp_path / "data", tmp_path / "plain"
+    command = ["data", "build", "--model", str(tmp_path / "model"), *map(str, flags(settings(files)))]
+    run = [sys.executable, "-c", "import sys; from restorekv.cli import main; main(sys.argv[1:])", *command, "--out"]
+    subprocess.run([*run, str(plain)], check=True, capture_output=True)
+    for lines in (1, 4, 8):
+        process = subprocess.Popen([*run, str(out), "--resume"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None:
+            if sum(part.read_bytes().count(b"\n") for part in out.glob("parts/*.jsonl")) >= lines:
+                os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    subprocess.run([*run, str(out), "--resume"], check=True, capture_output=True)
+    assert contents(out) == contents(plain)
+
+
+def test_evaluation_texts_are_refused_counted_and_named(files, model, tiny_tokenizer, tmp_path):
+    held_out = text("c", 20) + " " + text("d", 20)
+    rows = [{"context": "Something else."}, {"context": held_out, "input": "Why?"}]
+    evaluation = write_jsonl(tmp_path / "evaluation.jsonl", rows)
+    tests = [document.text for document in suite(tiny_tokenizer)]
+    bundled = min(tests, key=len)
+    source = json.loads(Path(files["longalpaca"]).read_text())
+    source.insert(1, {"instruction": f"{bundled.title()} Now the paper ends. Question: who?"})
+    changed = tmp_path / "longalpaca.json"
+    changed.write_text(json.dumps(source))
+    config = settings({**files, "longalpaca": str(changed)}, documents=9, books=0, examples=0, longest=4000)
+    manifest = build(model, tiny_tokenizer, config, tmp_path / "data", [str(evaluation)])
+    told = manifest["sources"]["longalpaca"]
+    assert told["dropped"]["in an evaluation set"] == 2
+    assert told["refused"][0] == {
+        "document": "row 1",
+        "found in": f"bundled suite, document {tests.index(bundled)}",
+        "share": 1.0,
+    }
+    assert told["refused"][1]["document"] == "row 7" and told["refused"][1]["found in"] == "evaluation.jsonl, row 2"
+    assert manifest["exclusion"]["files"][0]["name"] == "evaluation.jsonl"
+    made, _ = read_mixture(tmp_path / "data")
+    assert not any(text("c", 20) in context.context for context in made)
+    plain = build(model, tiny_tokenizer, config, tmp_path / "plain")
+    assert [row["document"] for row in plain["sources"]["longalpaca"]["refused"]] == ["row 1"]
+    assert any(two_papers("", "")[:30] in context.context for context in read_mixture(tmp_path / "plain")[0])
+
+
+def test_the_permissive_mixture_has_free_licences_only(files, model, tiny_tokenizer, tmp_path):
+    manifest = build(model, tiny_tokenizer, settings(files, mixture="permissive", documents=9), tmp_path / "data")
+    assert set(manifest["licences"]) == {"cc-by-4.0", "public-domain", "apache-2.0", "odc-by"}
+    assert manifest["sources"]["papers"]["dropped"] == {
+        "licence cc-by-sa-4.0": 1, "licence Some rights": 1, "licence missing": 1
+    }  # fmt: skip
+    made, _ = read_mixture(tmp_path / "data")
+    assert {c.document: c.licence for c in made if c.source == "papers"} == {
+        "2106.0": "cc-by-4.0", "2106.3": "public-domain"
+    }  # fmt: skip
+
+
+def test_a_begun_folder_takes_the_same_build_only(whole, files, model, tiny_tokenizer, tmp_path):
+    def stop(*_) -> None:
+        raise KeyboardInterrupt
+
+    out = tmp_path / "data"
+    with pytest.raises(KeyboardInterrupt):
+        build(model, tiny_tokenizer, settings(files), out, progress=stop)
+    with pytest.raises(RestoreKVError, match="go on with --resume"):
+        build(model, tiny_tokenizer, settings(files), out)
+    with pytest.raises(RestoreKVError, match="another config"):
+        build(model, tiny_tokenizer, settings(files, answer_tokens=7), out, resume=True)
+    with pytest.raises(RestoreKVError, match="another model"):
+        build(build_model("qwen3", seed=1), tiny_tokenizer, settings(files), out, resume=True)
+    with pytest.raises(RestoreKVError, match="finish it with restorekv data build --resume"):
+        read_mixture(out)
+    with pytest.raises(RestoreKVError, match="other settings"):
+        build(model, tiny_tokenizer, settings(files, seed=7), whole, resume=True)
+    with pytest.raises(RestoreKVError, match="already holds"):
+        build(model, tiny_tokenizer, settings(files), whole)
+
+
+def test_a_source_may_be_mended_but_not_exchanged_while_it_is_asked(files, model, tiny_tokenizer, tmp_path):
+    good = [json.dumps({"id": f"d{n}", "text": text(n, 40)}) for n in range(3)]
+    source = tmp_path / "flan.jsonl"
+    source.write_text("\n".join([*good[:2], '{"id": ']))
+    config = settings({"flan": str(source)}, documents=0, books=0, examples=3)
+    with pytest.raises(RestoreKVError, match=r"flan\.jsonl, line 3"):
+        build(model, tiny_tokenizer, config, tmp_path / "data")
+    source.write_text("\n".join([good[2], *good[:2]]))
+    if (tmp_path / "data").exists():
+        with pytest.raises(RestoreKVError, match="other documents than now"):
+            build(model, tiny_tokenizer, config, tmp_path / "data", resume=True)
+    source.write_text("\n".join(good))
+    build(model, tiny_tokenizer, config, tmp_path / "data", resume=True)
+    assert [context.document for context in read_mixture(tmp_path / "data")[0]] == ["d0", "d1", "d2"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"chunk": 4090, "longest": 16000}, "needs contexts of 4090 tokens, and at most [34]"),
+        ({"flan": "nowhere.jsonl"}, "There is no file or folder nowhere.jsonl"),
+        ({"shortest": 990, "longest": 995}, "LongAlpaca gave no example"),
+    ],
+)
+def test_what_cannot_work_leaves_nothing_behind(changes, message, files, model, tiny_tokenizer, tmp_path):
+    with pytest.raises(RestoreKVError, match=message):
+        build(model, tiny_tokenizer, settings({**files, **changes}), tmp_path / "data")
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mixture": "free"}, "one of paper, permissive"),
+        ({"chunk": 0}, "--chunk is at least 1"),
+        ({"documents": -1}, "--documents is at least 0"),
+        ({"overlap": 0.0}, "--overlap is a share"),
+        ({"shortest": 9, "longest": 8}, "swap them"),
+        ({"documents": 0, "books": 0, "examples": 0}, "Nothing is wanted"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(changes, message):
+    with pytest.raises(RestoreKVError, match=message):
+        BuildConfig(**changes)

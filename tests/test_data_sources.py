@@ -1,0 +1,248 @@
+"""Every source is read from its true format, and the filters drop what they say."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from data_world import BY, BY_SA, book, messages, paper, settings, text, two_papers, write_jsonl, write_sources
+
+from restorekv.data import flan, longalpaca, open_papers, pg19
+from restorekv.data.document import Document, Dropped
+from restorekv.data.files import identity, rows
+from restorekv.data.filters import Lengths, fault_of_answer, fault_of_question
+from restorekv.data.overlap import Evaluations, evaluation_texts, words
+from restorekv.data.selfstudy import tidy
+from restorekv.data.sources import LICENCES
+from restorekv.errors import RestoreKVError
+from restorekv.licences import identifier, of_data
+
+LOCAL = {"files": []}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, str]:
+    return write_sources(tmp_path_factory.mktemp("sources"))
+
+
+def read(source, where: str, tokenizer, **changes) -> tuple[list[Document], list[str]]:
+    found = list(source.documents(rows(where, LOCAL), settings({}, **changes), tokenizer))
+    return [x for x in found if isinstance(x, Document)], [x.reason for x in found if isinstance(x, Dropped)]
+
+
+def test_longalpaca_is_cut_before_its_question(files, tiny_tokenizer):
+    made, dropped = read(longalpaca, files["longalpaca"], tiny_tokenizer)
+    assert dropped == ["no document"] and [item.name for item in made] == [f"row {n}" for n in range(1, 7)]
+    assert made[0].text.startswith("Below is a paper.") and made[0].text.endswith(text("a", 40))
+    assert made[3].text.endswith(text("b", 45)) and "summarize" not in made[3].text
+    assert text("c", 20) in made[5].text and made[5].text.endswith(text("d", 20))
+    assert {item.licence for item in made} == {"cc-by-nc-4.0"}
+
+
+@pytest.mark.parametrize(
+    ("instruction", "kept"),
+    [
+        ("A B. Now the paper ends. X. Now the paper ends. \nQuestion: Why?", "A B. Now the paper ends. X."),
+        ("A text. Question: one? Still text. Question: why?", "A text. Question: one? Still text."),
+        ("Write a poem.", ""),
+        (paper("P"), paper("P").split(" \n Now")[0]),
+        (two_papers("P", "Q"), two_papers("P", "Q").split(" Now the second")[0]),
+        (book("P"), book("P").split(" \n Now")[0]),
+    ],
+)
+def test_the_last_marker_counts(instruction, kept):
+    assert longalpaca.cut(instruction) == kept
+
+
+def test_books_are_cut_into_chunks_that_lie_in_them(files, tiny_tokenizer):
+    made, dropped = read(pg19, files["pg19"], tiny_tokenizer)
+    assert dropped == ["no whole chunk"] and len(made) == 4
+    assert {item.name.split(" ")[0][-1] for item in made} == {"0", "2"}
+    for item in made:
+        whole = text(int(item.name.split(" ")[0][-1]), {"0": 130, "2": 120}[item.name.split(" ")[0][-1]])
+        ids = tiny_tokenizer.encode(whole, add_special_tokens=False)
+        number = int(item.name.rsplit(" ", 1)[1])
+        assert item.text in whole and item.text == tiny_tokenizer.decode(ids[96 * number : 96 * (number + 1)])
+    again, _ = read(pg19, files["pg19"], tiny_tokenizer)
+    other, _ = read(pg19, files["pg19"], tiny_tokenizer, seed=3)
+    assert again == made and other != made
+    every, _ = read(pg19, files["pg19"], tiny_tokenizer, chunks=1000, books=1)
+    assert "".join(item.text for item in every) in text(0, 130)
+
+
+def test_flan_is_the_first_words_of_the_user_in_its_own_subset(files, tiny_tokenizer):
+    made, dropped = read(flan, files["flan"], tiny_tokenizer)
+    assert dropped == ["another subset"] and [item.name for item in made] == ["f0", "short", "f1", "f2"]
+    assert made[0].text == text("f0", 30) and {item.licence for item in made} == {"odc-by"}
+    assert list(flan.documents(iter([{"id": "x", "messages": messages(" ")}]), settings({}), None)) == [
+        Dropped("no prompt")
+    ]
+
+
+def test_papers_keep_their_own_licence_and_others_are_dropped(files, tiny_tokenizer):
+    made, dropped = read(open_papers, files["papers"], tiny_tokenizer)
+    assert [(item.name, item.licence) for item in made] == [("2106.0", "cc-by-4.0"), ("2106.3", "public-domain")]
+    assert dropped == ["licence cc-by-sa-4.0", "licence Some rights", "licence missing"]
+    shared, _ = read(open_papers, files["papers"], tiny_tokenizer, licences="CC-BY-SA-4.0, cc-by-4.0")
+    assert [item.licence for item in shared] == ["cc-by-4.0", "cc-by-sa-4.0"]
+
+
+def test_licences_are_found_in_every_form_and_known_to_the_model_card():
+    assert open_papers.licence_label({"metadata": json.dumps({"license": BY})}) == BY
+    assert open_papers.licence_label({"metadata": "{", "license": BY_SA}) == BY_SA
+    assert open_papers.licence_label({"metadata": None}) == ""
+    assert all(identifier(name) == name and of_data([name]) for name in LICENCES)
+    assert of_data(settings({}).allowed) == "apache-2.0"
+
+
+@pytest.mark.parametrize("kind", ["json", "jsonl", "txt", "parquet", "folder"])
+def test_a_source_may_be_any_local_format(kind, tmp_path, tiny_tokenizer):
+    texts = [text(n, 20) + "\n\u2028 end" for n in range(2)]
+    where = tmp_path / f"data.{kind}"
+    if kind == "json":
+        where.write_text(json.dumps([{"text": words} for words in texts]))
+    elif kind == "jsonl":
+        write_jsonl(where, [{"text": words} for words in texts])
+    elif kind == "parquet":
+        pq.write_table(pa.table({"text": texts}), where)
+    elif kind == "txt":
+        where.write_text(texts[0], encoding="utf-8")
+        texts = texts[:1]
+    else:
+        where.mkdir()
+        for number, words in enumerate(texts):
+            (where / f"{number}.txt").write_text(words, encoding="utf-8")
+    assert [row["text"] for row in rows(str(where), identity(str(where)))] == texts
+
+
+def test_a_dataset_of_the_hub_is_pinned_and_streamed(monkeypatch):
+    asked = {}
+    monkeypatch.setattr(
+        "huggingface_hub.HfApi.dataset_info", lambda self, name, revision: SimpleNamespace(sha=f"{name}-{revision}")
+    )
+    monkeypatch.setattr("datasets.load_dataset", lambda **options: asked.update(options) or [{"text": "a"}])
+    known = identity("some/set@v1")
+    assert known == {"hub": "some/set", "revision": "some/set-v1"}
+    assert list(rows("some/set@v1", known)) == [{"text": "a"}]
+    assert asked == {"path": "some/set", "revision": "some/set-v1", "split": "train", "streaming": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl, line 2 is not JSON"),
+        ("a.jsonl", b'{"text": "a"}\n[1]\n', r"a\.jsonl, line 2 is not JSON"),
+        ("a.parquet", b"PAR1 no parquet", "Cannot read the dataset"),
+        ("a.json", b'[{"text": ', "Cannot read the dataset"),
+        ("a.txt", b"\xff\xfe\x00", "Cannot read the dataset"),
+        ("a.csv", b"text\n", r"none of \.json"),
+    ],
+)
+def test_damaged_files_are_named(name, content, message, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(RestoreKVError, match=message):
+        list(rows(str(tmp_path / name), identity(str(tmp_path / name))))
+
+
+def test_missing_files_and_unreachable_hubs_are_one_sentence(tmp_path, monkeypatch):
+    for where in ("./nothing", "/no/such/file", "nothing.jsonl", "a/b/c"):
+        with pytest.raises(RestoreKVError, match="There is no file"):
+            identity(where)
+
+    def unreachable(*_, **__):
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", unreachable)
+    with pytest.raises(RestoreKVError, match="Yukang/LongAlpaca-12k; give a hub id that can be reached"):
+        identity("Yukang/LongAlpaca-12k")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RestoreKVError, match="no file that ends in"):
+        identity(str(tmp_path / "empty"))
+
+
+def test_without_the_extra_the_mend_is_told(monkeypatch, files):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(RestoreKVError, match=r"restorekv\[data\]"):
+        next(rows(files["flan"], LOCAL))
+
+
+def test_filters_of_questions_answers_and_contexts(tiny_tokenizer):
+    config = settings({}, question_characters=10, least_answer=4)
+    assert [fault_of_question(q, config) for q in ("", "123456789", "1234567890")] == ["short question"] * 2 + [None]
+    assert [fault_of_answer("word", n, config) for n in (0, 3, 4)] == ["short answer"] * 2 + [None]
+    assert fault_of_answer(" \n", 9, config) == "short answer"
+    body = text("x", 30)
+    count = len(tiny_tokenizer.encode(body, add_special_tokens=False))
+    assert not isinstance(Lengths(tiny_tokenizer, count, count).check(body), str)
+    assert Lengths(tiny_tokenizer, count + 1, 9999).check(body) == "too short"
+    assert Lengths(tiny_tokenizer, 1, count - 1).check(body) == "too long"
+    twice = Lengths(tiny_tokenizer, 1, 9999)
+    assert twice.check(body).tokens == count and twice.check(body.upper() + "\n") == "repeated"
+
+
+@pytest.mark.parametrize(
+    ("raw", "kept"),
+    [("\n  Question: What is it?\nmore", "What is it?"), ('"Why so?"', "Why so?"), ("Q: Who?", "Who?"), (" \n", "")],
+)
+def test_questions_are_tidied(raw, kept):
+    assert tidy(raw) == kept
+
+
+def shares(document: str, evaluation: str) -> tuple[float, int]:
+    """By sets of tuples: the larger share of common 13-grams, and how many there are."""
+    one, other = ({tuple(w[i : i + 13]) for i in range(len(w) - 12)} for w in (words(document), words(evaluation)))
+    return max(len(one & other) / len(one), len(one & other) / len(other)), len(one & other)
+
+
+@pytest.mark.parametrize("taken", [0, 15, 20, 21, 30, 60, 200])
+def test_overlap_is_the_share_of_13_grams(taken):
+    evaluation = text("evaluation", 400)
+    stretch = " ".join(evaluation.split()[100 : 100 + taken])
+    document = f"{text('before', 90)} {stretch.upper()} -- {text('after', 90)}"
+    share, common = shares(document, evaluation)
+    others = [("other", text("other", 300)), ("set", evaluation), ("third", text("third", 200))]
+    match = Evaluations(iter(others), 0.1).match(document)
+    assert match == (("set", round(share, 4)) if share >= 0.1 and common >= 8 else None)
+    assert (match is not None) == (taken >= 60 or (taken == 30 and share >= 0.1))
+
+
+def test_a_short_evaluation_text_inside_a_long_document_and_an_equal_one_are_found():
+    short = text("short", 40)
+    index = Evaluations(iter([("short", short)]), 0.5)
+    assert index.match(f"{text('x', 2000)} {short} {text('y', 2000)}") == ("short", 1.0)
+    few = Evaluations(iter([("few", "Six words are enough for this.")]), 0.1)
+    assert few.match("six words, are ENOUGH for this") == ("few", 1.0) and few.match(text("z", 50)) is None
+    assert Evaluations(iter([]), 0.1).match(text("z", 50)) is None
+
+
+def test_evaluation_texts_are_found_by_the_names_of_their_fields(tmp_path):
+    folder = tmp_path / "evaluation"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", [{"context": "one", "input": "no"}, {"article": "two", "questions": ["no"]}])
+    patient = {"patient_01": {"texts": {"text_0": "three", "text_1": "four"}, "questions": [{"question": "no"}]}}
+    (folder / "b.json").write_text(json.dumps(patient))
+    (folder / "c.txt").write_text("five")
+    pq.write_table(pa.table({"context": ["six"], "answer": ["no"]}), folder / "d.parquet")
+    found = list(evaluation_texts([str(folder)]))
+    assert [words for _, words in found] == ["one", "two", "three\nfour", "five", "six"]
+    assert found[1][0] == "a.jsonl, row 2"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"context": "x"}\n{"context":', "line 2 is not JSON"),
+        ("a.json", '{"context":\n\n"x", }', "line 3 is not JSON"),
+        ("a.jsonl", '{"input": "x"}\n', "has no evaluation text"),
+        ("a.parquet", "no", "damaged or no parquet"),
+    ],
+)
+def test_useless_evaluation_files_are_refused(name, content, message, tmp_path):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(RestoreKVError, match=message):
+        list(evaluation_texts([str(tmp_path / name)]))
+    with pytest.raises(RestoreKVError, match="no evaluation file"):
+        list(evaluation_texts([str(Path(tmp_path) / "none.jsonl")]))
