@@ -5,6 +5,7 @@ none; its own choice of pairs is therefore carried out here by an attention func
 """
 
 import copy
+import re
 from fractions import Fraction
 
 import pytest
@@ -181,7 +182,7 @@ def test_one_adapter_in_both(folder, template, save, plus, worst):
         count = pairs - int(pairs * min(1.0, compression + TOKENS / context.positions))
         keep = exact_top(prepared.competing(), count)
         assert kept_by(theirs, keep.shape).equal(keep)
-        ours_cache = RaggedCache.from_dense(prepared.full, keep, context.positions)
+        ours_cache = RaggedCache.from_dense(prepared.full, keep, prepared.restore_cache)
         assert theirs_cache.get_seq_length() == ours_cache.get_seq_length() == context.positions + TOKENS
         budget = Budget.of_ratio(1 - Fraction(str(compression)), context.positions, layers, heads, TOKENS)
         assert ours_cache.pairs - budget.total in (0, 1)
@@ -197,3 +198,29 @@ def test_one_adapter_in_both(folder, template, save, plus, worst):
         answers = pipeline(TEXT, questions=QUESTIONS, press=press, max_new_tokens=16)["answers"]
         assert ask(model, tokenizer, context, ours_cache, QUESTIONS, 16) == answers
         assert all(answers)
+
+
+@pytest.mark.parametrize("plus", [False, True])
+def test_the_kvpress_lines_of_a_model_card(folder, plus, monkeypatch):
+    """They give a press, from a folder of any name, that keeps our pairs and appends our restore states."""
+    theirs, model, tokenizer = load_both(folder)
+    place = folder / "some" / "name"
+    save_ours(model, place)
+    adapter = RestoreAdapter.from_pretrained(model, place)
+    adapter.describe(evictor=f"kvzip{'+' * plus}", prefix_policy="counted")
+    adapter.save_pretrained(place)
+    section = (place / "README.md").read_text().split("## In kvpress 0.5.5")[1]
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name: str(place))
+    made = {"model": theirs}
+    exec(re.search(r"```python\n(.*?)```", section, re.S)[1], made)
+    context = make_context(tokenizer, TEXT)
+    cache = press_once(made["press"], theirs, context)
+    prepared = Eviction.make(f"kvzip{'+' * plus}", adapter, prefix_policy="counted").prepare(model, tokenizer, context)
+    layers, heads, _ = prepared.scores.shape
+    pairs = layers * heads * context.positions
+    keep = exact_top(prepared.competing(), pairs - int(pairs * (0.9 + TOKENS / context.positions)))
+    assert kept_by(theirs, keep.shape).equal(keep)
+    for ours, exact in zip(prepared.full.layers, cache.layers, strict=True):
+        assert exact.keys.shape == ours.keys.shape
+        torch.testing.assert_close(ours.keys[:, :, -TOKENS:], exact.keys[:, :, -TOKENS:], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(ours.values[:, :, -TOKENS:], exact.values[:, :, -TOKENS:], atol=1e-4, rtol=1e-4)
