@@ -6,13 +6,18 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import build_model
+from safetensors.torch import load_file, save_file
 
+from restorekv.attention import cascade
 from restorekv.errors import RestoreKVError
+from restorekv.prepared import Prepared
 from restorekv.train.answers import answer_logits
+from restorekv.train.checks import check
 from restorekv.train.config import TrainConfig, learning_rate
-from restorekv.train.data import Example, read_examples
+from restorekv.train.data import Example, read_examples, sources
+from restorekv.train.distill import divergence
 from restorekv.train.lessons import Lessons
-from restorekv.train.loop import draw, train
+from restorekv.train.loop import draw, fresh_adapter, train
 
 TEXT = "the code of the red house is seven; who lives in the blue house? the blue house is the code of who. " * 2
 EXAMPLES = [
@@ -109,6 +114,40 @@ def test_without_restoring_the_student_is_the_base_evictor(tiny_model, tiny_toke
     assert (full - alone).abs().max() > 1e-3
 
 
+def test_the_first_figures_are_those_of_the_full_cache_and_of_the_evictor_alone(tiny_model, tiny_tokenizer):
+    lessons = Lessons(tiny_model, tiny_tokenizer, EXAMPLES, CONFIG)
+    adapter = fresh_adapter(tiny_model, tiny_tokenizer, CONFIG)
+    found = check(adapter, lessons, 1)
+    prepared, taught = lessons[1]
+    rows, answers = [lesson.ids for lesson in taught], [lesson.answer for lesson in taught]
+    teacher = tiny_model.lm_head(torch.cat([lesson.hidden for lesson in taught]))
+    base = divergence(teacher, answer_logits(tiny_model, prepared.at(0.4), rows, answers)).mean()
+    assert found.base == pytest.approx(float(base), rel=1e-4) and found.full < 1e-4 < found.base
+    assert found.restored != found.base and f"{found.base:.4f} evicted" in str(found)
+
+
+@pytest.mark.parametrize("broken", ["teacher", "attention", "restore"])
+def test_a_mistake_is_found_before_the_first_step(tiny_tokenizer, tmp_path, monkeypatch, broken):
+    model = build_model("qwen3")
+    if broken == "teacher":
+        Lessons(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "store")[3]
+        for path in (tmp_path / "store" / "teacher").iterdir():
+            held = load_file(path)
+            save_file({name: -x if "hidden" in name else x for name, x in held.items()}, path)
+    elif broken == "attention":
+        right = cascade.attend
+        monkeypatch.setattr(cascade, "attend", lambda q, layer, mask, scale: right(q, layer, mask, 2 * scale))
+    else:
+        whole = Prepared.restored_by
+        monkeypatch.setattr(
+            Prepared, "restored_by", lambda self, adapter: replace(whole(self, adapter), scores=-self.scores)
+        )
+    with pytest.raises(RestoreKVError, match="loss"):
+        examples = [EXAMPLES[3]]
+        train(model, tiny_tokenizer, examples, CONFIG, tmp_path / "run", store=tmp_path / "store")
+    assert losses(tmp_path / "run") == []
+
+
 def test_schedule_and_order_are_functions_of_the_step():
     config = TrainConfig(warmup=10, steps=110, lr=1.0)
     assert learning_rate(config, 0) == pytest.approx(0.1)
@@ -135,12 +174,43 @@ def test_ratios_may_be_drawn_evenly_in_their_logarithm_and_tokens_at_random():
     assert {visit.tokens for visit in visits} == {1, 2, 3}
 
 
-def test_json_lines_are_read_and_bad_ones_named(tmp_path):
+def test_json_lines_are_read(tiny_model, tiny_tokenizer, tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text(
-        '{"context": "a b", "questions": ["c?"]}\n\n{"context": "d", "questions": ["e?"], "answers": ["f"]}\n'
+        '{"context": "a b", "questions": ["c?"]}\n\n'
+        '{"context": "d", "questions": ["e?"], "answers": ["f"], "source": "mine", "licence": "CC BY 4.0"}\n'
     )
-    assert [example.drafts for example in read_examples(path)] == [(None,), ("f",)]
-    path.write_text('{"context": "a b", "questions": ["c?"]}\n{"context": 3}\n')
-    with pytest.raises(RestoreKVError, match="line 2"):
-        read_examples(path)
+    plain, told = read_examples(path, tiny_model, tiny_tokenizer)
+    assert plain.drafts == (None,) and plain.licence is None
+    assert told.drafts == ("f",) and (told.source, told.licence) == ("mine", "cc-by-4.0")
+    assert sources([plain, told, told]) == [
+        {"source": None, "licence": None, "contexts": 1, "examples": 1},
+        {"source": "mine", "licence": "cc-by-4.0", "contexts": 2, "examples": 2},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('{"context": 3}', "not of the form"),
+        ('{"context": "a", "questions": ["b?"]', "not of the form"),
+        ('{"context": "a", "questions": ["b?"], "answers": [" "]}', "not of the form"),
+        ('{"context": "a", "questions": ["b?"], "answers": ["c", "d"]}', "not of the form"),
+        ('{"context": "a", "questions": ["b?"], "licence": "all mine"}', "the licence 'all mine'"),
+        ('{"context": "' + "house " * 5000 + '", "questions": ["b?"]}', "the model was made for 4096"),
+    ],
+    ids=["no questions", "bad JSON", "empty answer", "answers do not fit", "unknown licence", "over-long"],
+)
+def test_a_poisoned_line_is_named(tiny_model, tiny_tokenizer, tmp_path, line, told):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"context": "a b", "questions": ["c?"]}\n' + line + "\n")
+    with pytest.raises(RestoreKVError, match=f"line 2 .*{told}"):
+        read_examples(path, tiny_model, tiny_tokenizer)
+
+
+def test_the_adapter_records_settings_data_and_licence(tiny_tokenizer, tmp_path):
+    made = replace(EXAMPLES[0], source="books", licence="cc-by-sa-4.0")
+    adapter = train(build_model("llama"), tiny_tokenizer, [made, *EXAMPLES[1:]], CONFIG, tmp_path / "run")
+    assert adapter.card.settings["lr"] == CONFIG.lr and adapter.card.settings["processes"] == 1
+    assert [row["contexts"] for row in adapter.card.data] == [1, 4]
+    assert adapter.card.licence.startswith("unknown")

@@ -51,7 +51,10 @@ HELP = {
 def run(
     out: Annotated[Path, typer.Option(help="Folder of the run: adapter, losses, checkpoint.")],
     data: Annotated[
-        str, typer.Option(help='bundled, or a file of JSON lines {"context", "questions", "answers"}.')
+        str,
+        typer.Option(
+            help='bundled, the folder of a mixture (restorekv data), or JSON lines {"context", "questions", "answers"}.'
+        ),
     ] = "bundled",
     count: Annotated[int, typer.Option(min=1, help="How many bundled contexts.")] = 1000,
     shortest: Annotated[int, typer.Option(min=64, help="Fewest tokens of a bundled context.")] = SHORTEST,
@@ -60,6 +63,12 @@ def run(
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoint.")] = False,
+    store: Annotated[
+        Path | None, typer.Option(help="Folder that keeps scores and the teacher's answers for later steps and runs.")
+    ] = None,
+    store_prefill: Annotated[
+        bool, typer.Option("--store-prefill", help="Keep the full caches there too: for small models.")
+    ] = False,
     **settings: Any,
 ) -> None:
     targets = () if settings["targets"] == "none" else tuple(name.strip() for name in settings["targets"].split(","))
@@ -68,19 +77,27 @@ def run(
         raise RestoreKVError(f"--shortest {shortest} is more than --longest {longest}; swap them.")
     if out.exists() and not out.is_dir():
         raise RestoreKVError(f"{out} is a file; give the name of a folder.")
-    examples = None if data == "bundled" else read_examples(Path(data))
+    if store_prefill and store is None:
+        raise RestoreKVError("--store-prefill says what --store keeps; give the folder with --store.")
+    if data != "bundled" and not Path(data).exists():
+        raise RestoreKVError(f"There is no training file {data}; give a JSON-lines file, a mixture or 'bundled'.")
     loaded, tokenizer = open_model(model, dtype, device)
-    if examples is None:
+    if data == "bundled":
         examples = bundled_examples(tokenizer, count, config.seed, shortest, longest)
+    else:
+        examples = read_examples(Path(data), loaded, tokenizer)
+    kept = {"store": store, "store_prefill": store_prefill}
     try:
-        run_with_bar(loaded, tokenizer, examples, config, out, resume)
+        run_with_bar(loaded, tokenizer, examples, config, out, resume, **kept)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"Interrupted; go on from the last checkpoint in {out} with --resume.") from None
     output.print(f"Wrote {escape(str(out / 'adapter'))}")
 
 
-def run_with_bar(model, tokenizer, examples: list[Example], config: TrainConfig, out: Path, resume: bool) -> None:
-    """Trains with a bar on a terminal and a line per checkpoint elsewhere."""
+def run_with_bar(
+    model, tokenizer, examples: list[Example], config: TrainConfig, out: Path, resume: bool, **kept: Any
+) -> None:
+    """Trains with a bar on a terminal and a line per checkpoint elsewhere; `kept` says where lessons are kept."""
     columns = (
         TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("loss {task.fields[loss]}"),
         TimeElapsedColumn(), TextColumn("to go"), TimeRemainingColumn(elapsed_when_finished=False),
@@ -94,7 +111,7 @@ def run_with_bar(model, tokenizer, examples: list[Example], config: TrainConfig,
                 left = bar.tasks[0].time_remaining
                 notes.print(f"step {step}/{steps}  loss {loss:.4f}" + (f"  {left:.0f} s to go" if left else ""))
 
-        train(model, tokenizer, examples, config, out, resume, progress)
+        train(model, tokenizer, examples, config, out, resume, progress, notice=notes.print, **kept)
 
 
 def flag(name: str, kind: Any, default: Any) -> inspect.Parameter:

@@ -9,6 +9,7 @@ position T, the student's at T + n.
 from __future__ import annotations
 
 import csv
+import json
 import math
 import random
 import time
@@ -28,8 +29,9 @@ from restorekv.prompt import encode
 from restorekv.restore import RestoreAdapter
 from restorekv.train import checkpoint
 from restorekv.train.answers import ATTENTION, HIDDEN, answer_pass
+from restorekv.train.checks import check
 from restorekv.train.config import TrainConfig, learning_rate
-from restorekv.train.data import Example
+from restorekv.train.data import Example, sources
 from restorekv.train.distill import from_hidden, matching, reduced
 from restorekv.train.lessons import Lessons
 from restorekv.train.parallel import ALONE, Team
@@ -79,9 +81,7 @@ def visit_loss(
     """Loss of one context over the answer tokens of its drawn questions."""
     prepared, lessons = taught
     chosen = [lessons[question] for question in visit.questions]
-    layers, heads, _ = prepared.scores.shape
-    budget = prepared.conventions.budget(visit.ratio, prepared.context, layers, heads, visit.tokens)
-    student = prepared.restored_by(adapter).at(budget)
+    student = prepared.restored_by(adapter).at(visit.ratio, visit.tokens)
     rows, answers = [lesson.ids for lesson in chosen], [lesson.answer for lesson in chosen]
     weights = {HIDDEN: config.hidden_weight, ATTENTION: config.attention_weight}
     watch = tuple(name for name, weight in weights.items() if weight)
@@ -106,8 +106,9 @@ def train(
     store: Path | None = None,
     store_prefill: bool = False,
     team: Team = ALONE,
+    notice: Callable[[str], None] = lambda text: None,
 ) -> RestoreAdapter:
-    """Train an adapter, write it to `folder`/adapter and return it.
+    """Train an adapter, write it to `folder`/adapter and return it; `notice` hears what was found before the start.
 
     Logs go to `folder`/loss.csv and TensorBoard files, checkpoints to `folder`. `resume` continues from the
     checkpoint with the losses an uninterrupted run would have had. `store` is a folder for what runs have in common
@@ -125,11 +126,10 @@ def train(
     if team.rank == 0:
         checkpoint.trim(folder, start) if start else checkpoint.begin(folder)
     lessons = Lessons(model, tokenizer, examples, config, store, store_prefill)
-
-    def keep(step: int) -> None:
-        if team.rank == 0:
-            checkpoint.save(folder, config, adapter, optimizer, step, team.size)
-
+    if start == 0:
+        first = draw(config, 0, examples, team.size)[team.rank]
+        with team.level(model):
+            notice(str(check(adapter, lessons, first.index)))
     with Log(folder, start, team.rank) as log:
         for step in range(start, config.steps):
             begun = time.perf_counter()
@@ -138,7 +138,8 @@ def train(
             progress(step + 1, config.steps, loss)
             if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
                 log.flush()
-                keep(step + 1)
+                if team.rank == 0:
+                    checkpoint.save(folder, config, adapter, optimizer, step + 1, team.size)
     finish(adapter, lessons, folder, team)
     return adapter
 
@@ -183,6 +184,8 @@ def finish(adapter: RestoreAdapter, lessons: Lessons, folder: Path, team: Team) 
         ratio_range=(config.ratio_min, config.ratio_max),
         allocation=lessons.eviction.conventions.allocation.spec,
         restore_from=config.restore_from,
+        settings=json.loads(config.text()) | {"processes": team.size},
+        data=sources(lessons.examples),
     )
     if team.rank == 0:
         adapter.save_pretrained(folder / "adapter")

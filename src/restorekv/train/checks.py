@@ -1,0 +1,89 @@
+"""What must hold before the first step, on one context: a mistake here would cost hours of training."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from restorekv import attention
+from restorekv.cache import RaggedCache
+from restorekv.errors import RestoreKVError
+from restorekv.models import decoder
+from restorekv.prefill import passing
+from restorekv.prepared import Prepared
+from restorekv.restore import RestoreAdapter
+from restorekv.train.answers import answer_pass
+from restorekv.train.distill import from_hidden
+from restorekv.train.lessons import Lessons
+from restorekv.train.teacher import Lesson
+
+SAME = {torch.float32: 1e-3, torch.float64: 1e-6}  # of losses, absolute and relative; else ROUNDED
+ROUNDED = 0.05
+
+
+@dataclass(frozen=True)
+class Checks:
+    """Mean loss over the answer tokens of one context (Eq. 8) at `ratio`: from the full cache, evicted, restored."""
+
+    ratio: float
+    full: float
+    base: float
+    restored: float
+
+    def __str__(self) -> str:
+        return (
+            f"Before training, loss at r = {self.ratio:g} on one context: {self.full:.4f} full cache, "
+            f"{self.base:.4f} evicted, {self.restored:.4f} with the untrained adapter."
+        )
+
+    def figures(self) -> dict[str, float]:
+        """Plain JSON."""
+        return asdict(self)
+
+
+@torch.no_grad()
+def check(adapter: RestoreAdapter, lessons: Lessons, index: int) -> Checks:
+    """Compares what must be equal; raises RestoreKVError where it is not.
+
+    The teacher's stored states are those of the plain model on its dense cache; the evicted student is the one that
+    the definition of ragged attention gives; with no restore tokens the adapter changes nothing.
+    """
+    prepared, taught = lessons[index]
+    ratio = f"{lessons.config.ratio_max:.6f}"
+    same = SAME.get(lessons.model.dtype, ROUNDED)
+
+    def loss(cache: RaggedCache) -> float:
+        return float(losses(lessons, cache, taught).mean())
+
+    full = float(plain(lessons, prepared, taught).mean())
+    if not full < same:
+        raise RestoreKVError(
+            f"The teacher's answers are not those of this model on its full cache (loss {full:.4f}); build the data "
+            "with this model, or delete the folder of --store."
+        )
+    restored = prepared.restored_by(adapter)
+    base, none = loss(prepared.at(ratio)), loss(restored.at(ratio, 0))
+    with attention.using("naive"):
+        defined = loss(prepared.at(ratio))
+    for what, found in (("with no restore tokens", none), ("by the definition of ragged attention", defined)):
+        if not abs(found - base) <= same * (1 + base):
+            raise RestoreKVError(f"The evicted cache's loss is {base:.4f}, but {found:.4f} {what}; report this.")
+    return Checks(float(ratio), full, base, loss(restored.at(ratio)))
+
+
+def losses(lessons: Lessons, cache: RaggedCache, taught: list[Lesson]) -> Tensor:
+    """(M,) over all questions of the context, symmetric."""
+    seen = answer_pass(lessons.model, cache, [x.ids for x in taught], [x.answer for x in taught])
+    return from_hidden(lessons.model.lm_head, torch.cat([x.hidden for x in taught]), seen.hidden)
+
+
+def plain(lessons: Lessons, prepared: Prepared, taught: list[Lesson]) -> Tensor:
+    """`losses` of the model on the dense cache, one question at a time."""
+    found = []
+    for lesson in taught:
+        ids, cache = lesson.ids[None].to(lessons.model.device), passing(prepared.full)
+        hidden = decoder(lessons.model)(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state
+        found.append(from_hidden(lessons.model.lm_head, lesson.hidden, hidden[0, -lesson.answer - 1 : -1]))
+    return torch.cat(found)
