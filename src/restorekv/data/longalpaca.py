@@ -2,7 +2,7 @@
 
 A row's `instruction` is a preface, a paper or part of a book, "Now the paper ends." (the second paper, the material),
 and a question about it. As in the released recipe the context is the instruction up to that marker, or up to the last
-"Question:" where there is none; the 3,000 short instructions of the set have neither.
+"Question:" where there is none; the short instructions of the set have neither.
 """
 
 import re

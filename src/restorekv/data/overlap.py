@@ -12,6 +12,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -33,15 +34,14 @@ def words(text: str) -> list[str]:
     return re.findall(r"\w+", unicodedata.normalize("NFKC", text).lower())
 
 
+@lru_cache(maxsize=2**18)
 def word_hash(word: str) -> int:
     return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "little")
 
 
 def grams(text: str) -> np.ndarray:
     """Distinct hashes of every 13 words in a row, sorted uint64."""
-    said = words(text)
-    known = {word: word_hash(word) for word in set(said)}
-    single = np.array([known[word] for word in said], dtype=np.uint64)
+    single = np.array([word_hash(word) for word in words(text)], dtype=np.uint64)
     if len(single) < GRAM:
         return np.empty(0, dtype=np.uint64)
     total = np.zeros(len(single) - GRAM + 1, dtype=np.uint64)
