@@ -8,9 +8,12 @@ cache: Concat(retained, restore) of the paper is (context, tail[:n]). Positions 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from restorekv.errors import RestoreKVError
 
@@ -49,6 +52,11 @@ class RaggedLayer(CacheLayerMixin):
     @property
     def heads(self) -> int:
         return len(self.bounds) - 1
+
+    @property
+    def longest(self) -> int:
+        """Context pairs of the head that keeps most."""
+        return max(end - start for start, end in pairwise(self.bounds))
 
     @property
     def restore(self) -> int:
@@ -131,6 +139,37 @@ class RaggedLayer(CacheLayerMixin):
         self.keys, self.values = self.keys[indices], self.values[indices]
 
 
+class WholeLayer(RaggedLayer):
+    """All pairs of a dense layer, as views of it, beside a tail: what a restore pass reads and what it leaves.
+
+    joined: attention gets dense keys and values, context and tail in one copy, as from a DynamicCache; otherwise, as
+    from every ragged layer, the layer itself.
+    """
+
+    def __init__(self, dense: DynamicLayer, joined: bool) -> None:
+        # Made contiguous in place, so that of all layers just one is ever there twice; after a prefill they all are.
+        dense.keys, dense.values = dense.keys.contiguous(), dense.values.contiguous()
+        keys, values = dense.keys.detach(), dense.values.detach()
+        heads, columns = keys.shape[1:3]
+        offsets = torch.arange(heads + 1, dtype=torch.int32, device=keys.device) * columns
+        positions = torch.arange(columns, dtype=torch.int32, device=keys.device).repeat(heads)
+        flat, nothing = (x[0].flatten(0, 1) for x in (keys, values)), (x[:, :, :0] for x in (keys, values))
+        super().__init__(*flat, offsets, positions, columns, *nothing)
+        self.joined = joined
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple:
+        """Appends (1, H, Q, D) to the tail."""
+        super().update(key_states, value_states)
+        if not self.joined:
+            return self, self
+        context = (x.unflatten(0, (self.heads, -1))[None] for x in (self.context_keys, self.context_values))
+        return tuple(torch.cat(pair, -2) for pair in zip(context, (self.keys, self.values), strict=True))
+
+    def get_mask_sizes(self, query: int | Tensor) -> tuple[int, int]:
+        tail, seen = super().get_mask_sizes(query)
+        return (seen + tail, 0) if self.joined else (tail, seen)
+
+
 class RaggedCache(Cache):
     """All layers; a transformers Cache, so `model.generate(..., past_key_values=cache.fork())` works."""
 
@@ -144,36 +183,41 @@ class RaggedCache(Cache):
         cls,
         full: DynamicCache,
         keep: Tensor,
-        positions: int | None = None,
-        restore: int | None = None,
+        restore_cache: Sequence[tuple[Tensor, Tensor]] | None = None,
         offset: int = 0,
     ) -> RaggedCache:
-        """Gathers what `keep` (L, H, S+T) bool marks; columns beyond S+T are the restore cache.
+        """Gathers what `keep` (L, H, S + T) bool marks, with `restore_cache` beside it.
 
-        `restore` takes only the first so many of those columns; `offset` makes questions start so many positions
-        later (a control of the paper's). Gradients reach the restore cache and never the context, though both were
-        cut from one tensor.
+        `restore_cache` holds keys and values (1, H, n, D) of every layer; without it, these are the columns of `full`
+        beyond S + T. `offset` makes questions start so many positions later (a control of the paper's). Gradients
+        reach the restore cache and never the context, though both may have been cut from one tensor.
         """
-        positions = keep.shape[-1] if positions is None else positions
+        columns = keep.shape[-1]
+        if restore_cache is None:
+            restore_cache = [(layer.keys[:, :, columns:], layer.values[:, :, columns:]) for layer in full.layers]
         layers = []
-        for dense, kept in zip(full.layers, keep, strict=True):
+        for dense, kept, (restore_keys, restore_values) in zip(full.layers, keep, restore_cache, strict=True):
             kept = kept.to(dense.keys.device)
-            end = dense.keys.shape[-2] if restore is None else positions + restore
-            heads, columns = kept.nonzero(as_tuple=True)
+            heads, places = kept.nonzero(as_tuple=True)
             counts = kept.sum(-1).cumsum(0)
             layers.append(
                 RaggedLayer(
-                    dense.keys.detach()[0][heads, columns],
-                    dense.values.detach()[0][heads, columns],
+                    dense.keys.detach()[0][heads, places],
+                    dense.values.detach()[0][heads, places],
                     torch.cat([counts.new_zeros(1), counts]).to(torch.int32),
-                    columns.to(torch.int32),
-                    positions + offset,
+                    places.to(torch.int32),
+                    columns + offset,
                     # Cloned: a view would keep the whole full cache alive.
-                    dense.keys[:, :, positions:end].clone(),
-                    dense.values[:, :, positions:end].clone(),
+                    restore_keys.clone(),
+                    restore_values.clone(),
                 )
             )
         return cls(layers)
+
+    @classmethod
+    def whole(cls, full: DynamicCache, joined: bool) -> RaggedCache:
+        """Every pair of `full`, which stays as it is, for a pass whose own pairs become the tails; see WholeLayer."""
+        return cls([WholeLayer(layer, joined) for layer in full.layers])
 
     def fork(self, batch: int = 1) -> RaggedCache:
         """Shares the context and the restore cache; the tail is its own."""

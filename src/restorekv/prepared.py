@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,11 +13,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from restorekv import allocate
+from restorekv import allocate, attention
 from restorekv.allocate import GLOBAL, Allocation
 from restorekv.budget import ON_TIGHT, PREFIX_POLICIES, Budget, OnTight, PrefixPolicy
 from restorekv.cache import RaggedCache
 from restorekv.errors import BudgetError, RestoreKVError
+from restorekv.models import CacheShape
 from restorekv.prompt import Context
 from restorekv.restore import RestoreAdapter
 
@@ -90,7 +90,10 @@ PLAIN = Conventions()
 
 @dataclass(frozen=True)
 class Prepared:
-    """One context ready for every budget: `full` (S + T columns, then those of the restore cache), scores (L, H, T)."""
+    """One context ready for every budget: `full` (S + T columns), scores (L, H, T) and, restored, the restore cache.
+
+    `restore_cache` holds keys and values (1, H, n, D) of every layer.
+    """
 
     model: PreTrainedModel
     context: Context
@@ -100,6 +103,7 @@ class Prepared:
     restore_tokens: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     restorer: RestoreAdapter | None = None  # for a restore pass over each evicted cache
+    restore_cache: tuple[tuple[Tensor, Tensor], ...] = ()
 
     def restored_by(self, adapter: RestoreAdapter) -> Prepared:
         """The same context with the adapter's restore cache; this one stays without. Gradients reach the adapter."""
@@ -109,20 +113,33 @@ class Prepared:
             raise RestoreKVError("An offset is the control without restore states; prepare without it to restore.")
         if self.conventions.restore_from == "evicted":
             return replace(self, restorer=adapter, restore_tokens=adapter.restore_tokens)
-        full = copy.copy(self.full)
-        full.layers = [copy.copy(layer) for layer in self.full.layers]
         seconds = dict(self.seconds)
+        cache = RaggedCache.whole(self.full, joined=self.joined())
         with timed(seconds, "restore"):
-            adapter.append(full)
-        return replace(self, full=full, restore_tokens=adapter.restore_tokens, seconds=seconds)
+            adapter.append(cache)
+        made = tuple((layer.keys, layer.values) for layer in cache.layers)
+        return replace(self, restore_cache=made, restore_tokens=adapter.restore_tokens, seconds=seconds)
 
-    def budget(self, ratio: Ratio, restored: bool = True) -> Budget:
-        """What `ratio` means for this context under its conventions."""
+    def joined(self) -> bool:
+        """Whether a restore pass may copy each layer for SDPA: with gradients all copies stay until the backward pass.
+
+        SDPA takes one copy of the pairs beside those of the pass, and under a mask repeats them for every query head.
+        """
+        shape, layer = CacheShape.of(self.model), self.full.layers[0]
+        copied = (layer.keys.nbytes + layer.values.nbytes) * (1 + shape.groups)
+        return not torch.is_grad_enabled() or copied <= attention.WORKSPACE
+
+    def budget(self, ratio: Ratio, restored: bool | int = True) -> Budget:
+        """What `ratio` means for this context under its conventions, with all, no or so many restore tokens."""
         layers, heads, _ = self.scores.shape
-        return self.conventions.budget(ratio, self.context, layers, heads, self.restore_tokens if restored else 0)
+        tokens = self.restore_tokens if restored is True else int(restored)
+        return self.conventions.budget(ratio, self.context, layers, heads, tokens)
 
-    def at(self, ratio: Ratio, restored: bool = True) -> RaggedCache:
-        """The cache at one budget; restored=False leaves the restore cache out and gives its share to the evictor."""
+    def at(self, ratio: Ratio, restored: bool | int = True) -> RaggedCache:
+        """The cache at one budget.
+
+        restored=False leaves the restore cache out and gives its share to the evictor; a number keeps its first tokens.
+        """
         budget = self.budget(ratio, restored)
         if budget.restore_tokens > self.restore_tokens:
             raise BudgetError(f"The budget reserves {budget.restore_tokens} restore tokens; prepare with an adapter.")
@@ -130,8 +147,8 @@ class Prepared:
         if self.conventions.prefix_policy == "free":
             layers, heads, _ = keep.shape
             keep = torch.cat([keep.new_ones(layers, heads, self.context.prefix), keep], -1)
-        stored = 0 if self.restorer else budget.restore_tokens
-        cache = RaggedCache.from_dense(self.full, keep, self.context.positions, stored, self.conventions.offset)
+        first = [tuple(x[:, :, : budget.restore_tokens] for x in pair) for pair in self.restore_cache]
+        cache = RaggedCache.from_dense(self.full, keep, first or None, self.conventions.offset)
         if self.restorer and budget.restore_tokens:
             self.restorer.append(cache, budget.restore_tokens)
             cache.settle()

@@ -220,7 +220,7 @@ def test_the_kvpress_lines_of_a_model_card(folder, plus, monkeypatch):
     pairs = layers * heads * context.positions
     keep = exact_top(prepared.competing(), pairs - int(pairs * (0.9 + TOKENS / context.positions)))
     assert kept_by(theirs, keep.shape).equal(keep)
-    for ours, exact in zip(prepared.full.layers, cache.layers, strict=True):
-        assert exact.keys.shape == ours.keys.shape
-        torch.testing.assert_close(ours.keys[:, :, -TOKENS:], exact.keys[:, :, -TOKENS:], atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(ours.values[:, :, -TOKENS:], exact.values[:, :, -TOKENS:], atol=1e-4, rtol=1e-4)
+    for (keys, values), exact in zip(prepared.restore_cache, cache.layers, strict=True):
+        assert exact.keys.shape[-2] == context.positions + TOKENS
+        torch.testing.assert_close(keys, exact.keys[:, :, -TOKENS:], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(values, exact.values[:, :, -TOKENS:], atol=1e-4, rtol=1e-4)

@@ -15,14 +15,17 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from restorekv.attention import cascade, naive, padded
+from restorekv.attention import cascade, frozen, naive, padded
 from restorekv.cache import RaggedLayer
 from restorekv.errors import ModelError
 
 NAME = "restorekv"
 Observer = Callable[[nn.Module, Tensor, Tensor, Tensor, float], None]
 Backend = Callable[[Tensor, RaggedLayer, Tensor | None, float], Tensor]
-BACKENDS: dict[str, Backend] = {"naive": naive.attend, "padded": padded.attend, "cascade": cascade.attend}
+BACKENDS: dict[str, Backend] = {
+    "naive": naive.attend, "padded": padded.attend, "cascade": cascade.attend, "frozen": frozen.attend,
+}  # fmt: skip
+WORKSPACE = 16 << 20  # bytes that a layer's attention may copy or compute at once
 
 _observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
 _backend: ContextVar[str | None] = ContextVar("backend", default=None)
@@ -48,10 +51,17 @@ def using(backend: str) -> Iterator[None]:
         _backend.reset(token)
 
 
-def choose(layer: RaggedLayer) -> Backend:
-    """Cascade never copies the context; padded does, but its backward pass is a single kernel."""
-    name = _backend.get() or ("padded" if torch.is_grad_enabled() and layer.keys.requires_grad else "cascade")
-    return BACKENDS[name]
+def choose(query: Tensor, layer: RaggedLayer) -> Backend:
+    """Padded where gradients are needed, cascade where not, and frozen where their copies would exceed WORKSPACE.
+
+    Padded is faster on small problems: one kernel does all heads. But it keeps its copies until the backward pass, in
+    every layer, and they grow with the context; frozen keeps none.
+    """
+    if name := _backend.get():
+        return BACKENDS[name]
+    learning = torch.is_grad_enabled() and any(x.requires_grad for x in (query, layer.keys, layer.values))
+    first = padded if learning else cascade
+    return first.attend if first.workspace(query, layer) <= WORKSPACE else frozen.attend
 
 
 def attend(
@@ -68,7 +78,7 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(key, RaggedLayer):
         grouped = query.unflatten(1, (key.heads, -1))
-        result = choose(key)(grouped, key, attention_mask, scale)
+        result = choose(grouped, key)(grouped, key, attention_mask, scale)
         return result.flatten(1, 2).transpose(1, 2).contiguous(), None
     observer = _observer.get()
     if observer is not None:

@@ -21,6 +21,12 @@ def attend(query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: f
     return ((context_lse - total).exp() * context + (tail_lse - total).exp() * tail).to(query.dtype)
 
 
+def workspace(query: Tensor, layer: RaggedLayer) -> int:
+    """Bytes of the logits: those of one head over its context, those of all heads over the tail."""
+    rows = query[..., 0].numel()  # B * H * G * Q
+    return 4 * rows * max(layer.longest // layer.heads, layer.keys.shape[-2])
+
+
 def attend_context(query: Tensor, layer: RaggedLayer) -> tuple[Tensor, Tensor]:
     """Scaled query (B, H, G, Q, D) -> average over kept pairs, same shape, and its lse (B, H, G, Q, 1)."""
     batch, heads, groups, queries, width = query.shape

@@ -28,10 +28,16 @@ def attend(query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: f
     return result.unflatten(2, (groups, queries))
 
 
+def workspace(query: Tensor, layer: RaggedLayer) -> int:
+    """Bytes of the padded keys and values and of the mask, all of which the backward pass needs."""
+    batch, heads, groups, queries, dim = query.shape
+    width = layer.longest + layer.keys.shape[-2]
+    return batch * heads * width * (2 * dim + groups * queries) * query.element_size()
+
+
 def padding(layer: RaggedLayer) -> tuple[Tensor, Tensor]:
     """Row of the flat context for each (head, slot), (H, W) long, and whether the slot is taken, bool."""
     starts, ends = layer.offsets[:-1, None].long(), layer.offsets[1:, None].long()
-    width = max(layer.bounds[h + 1] - layer.bounds[h] for h in range(layer.heads))
-    index = starts + torch.arange(width, device=starts.device)
+    index = starts + torch.arange(layer.longest, device=starts.device)
     valid = index < ends
     return index.masked_fill(~valid, 0), valid
