@@ -26,6 +26,7 @@ FLOORS = [
     ["tables"],
     ["groups", "demo", "bench"],
     ["cli"],
+    ["__main__"],
 ]
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 

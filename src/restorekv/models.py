@@ -5,6 +5,7 @@ import json
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from restorekv.errors import ModelError
 
 BUNDLED = "bundled"
 SAMPLES = 64
+FINGERPRINTS: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # of models spread over processes
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,8 @@ def model_fingerprint(model: PreTrainedModel) -> str:
     Samples are rounded to bfloat16, so one checkpoint has one fingerprint in float32 and in bfloat16; names
     and weights of LoRA layers are left out, so an attached adapter does not change it.
     """
+    if model in FINGERPRINTS:
+        return FINGERPRINTS[model]
     shape = CacheShape.of(model)
     config = model.config.get_text_config()
     facts = [config.model_type, config.vocab_size, config.intermediate_size, repr(shape)]

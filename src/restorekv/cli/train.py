@@ -15,6 +15,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.train.config import TrainConfig
 from restorekv.train.data import Example, bundled_examples, read_examples
 from restorekv.train.loop import train
+from restorekv.train.parallel import Team, assembled, own_device, spread, wants_shards
 
 HELP = {
     "evictor": "Whose losses to restore, with its settings: kvzip, snapkv:window=64.",
@@ -63,6 +64,9 @@ def run(
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoint.")] = False,
+    shard: Annotated[
+        bool, typer.Option("--shard", help="Spread the backbone over the processes of `accelerate launch`.")
+    ] = False,
     store: Annotated[
         Path | None, typer.Option(help="Folder that keeps scores and the teacher's answers for later steps and runs.")
     ] = None,
@@ -81,21 +85,23 @@ def run(
         raise RestoreKVError("--store-prefill says what --store keeps; give the folder with --store.")
     if data != "bundled" and not Path(data).exists():
         raise RestoreKVError(f"There is no training file {data}; give a JSON-lines file, a mixture or 'bundled'.")
-    loaded, tokenizer = open_model(model, dtype, device)
-    if data == "bundled":
-        examples = bundled_examples(tokenizer, count, config.seed, shortest, longest)
-    else:
-        examples = read_examples(Path(data), loaded, tokenizer)
-    kept = {"store": store, "store_prefill": store_prefill}
-    try:
-        run_with_bar(loaded, tokenizer, examples, config, out, resume, **kept)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"Interrupted; go on from the last checkpoint in {out} with --resume.") from None
+    own, sharing = own_device(device), wants_shards(shard)
+    with assembled(own) as team:
+        notes.quiet = output.quiet = team.rank > 0
+        loaded, tokenizer = open_model(model, dtype, "cpu" if sharing else str(own))
+        if sharing:
+            spread(loaded, own)
+        if data == "bundled":
+            examples = bundled_examples(tokenizer, count, config.seed, shortest, longest)
+        else:
+            examples = read_examples(Path(data), loaded, tokenizer)
+        kept = {"store": store, "store_prefill": store_prefill}
+        run_with_bar(loaded, tokenizer, examples, config, out, resume, team, **kept)
     output.print(f"Wrote {escape(str(out / 'adapter'))}")
 
 
 def run_with_bar(
-    model, tokenizer, examples: list[Example], config: TrainConfig, out: Path, resume: bool, **kept: Any
+    model, tokenizer, examples: list[Example], config: TrainConfig, out: Path, resume: bool, team: Team, **kept: Any
 ) -> None:
     """Trains with a bar on a terminal and a line per checkpoint elsewhere; `kept` says where lessons are kept."""
     columns = (
@@ -111,7 +117,10 @@ def run_with_bar(
                 left = bar.tasks[0].time_remaining
                 notes.print(f"step {step}/{steps}  loss {loss:.4f}" + (f"  {left:.0f} s to go" if left else ""))
 
-        train(model, tokenizer, examples, config, out, resume, progress, notice=notes.print, **kept)
+        try:
+            train(model, tokenizer, examples, config, out, resume, progress, team=team, notice=notes.print, **kept)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"Interrupted; go on from the last checkpoint in {out} with --resume.") from None
 
 
 def flag(name: str, kind: Any, default: Any) -> inspect.Parameter:
