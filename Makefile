@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 RUN := $(VENV)/bin/python -m
 KVPRESS ?= .venv-kvpress
 
-.PHONY: venv demo test nightly lint conformance oldest bench bench-scorers bundled table1 controls
+.PHONY: venv demo test nightly lint conformance oldest bench bench-scorers bench-train bundled table1 controls
 .DEFAULT_GOAL := demo
 
 # PyTorch's own index has the CPU build; PyPI's build for Linux brings gigabytes of CUDA, so it is asked second.
@@ -54,6 +54,9 @@ bench: venv $(KVPRESS)/ready
 # What every method's scoring costs beside the prefill: about twenty minutes on two idle cores.
 bench-scorers: venv
 	$(VENV)/bin/restorekv bench-scorers $(BENCH)
+
+bench-train: venv
+	$(VENV)/bin/restorekv bench-train $(BENCH)
 
 # The bundled model, tokenizer, gates and adapters from nothing: resumable, under three hours on two cores.
 bundled: venv
