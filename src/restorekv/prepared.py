@@ -123,10 +123,10 @@ class Prepared:
     def joined(self) -> bool:
         """Whether a restore pass may copy each layer for SDPA: with gradients all copies stay until the backward pass.
 
-        SDPA takes one copy of the pairs beside those of the pass, and under a mask repeats them for every query head.
+        Under a mask SDPA gets the pairs once for every query head.
         """
         shape, layer = CacheShape.of(self.model), self.full.layers[0]
-        copied = (layer.keys.nbytes + layer.values.nbytes) * (1 + shape.groups)
+        copied = (layer.keys.nbytes + layer.values.nbytes) * shape.groups
         return not torch.is_grad_enabled() or copied <= attention.WORKSPACE
 
     def budget(self, ratio: Ratio, restored: bool | int = True) -> Budget:
