@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 from conftest import build_model
-from hub_world import local_hub
+from hub_world import LICENCES, local_hub
 
 from restorekv import hub, licences
 from restorekv.compression import compress, load_adapter, method
@@ -23,7 +23,18 @@ UNKNOWN = "unknown: ask whoever trained it"
         (["mit"], "apache-2.0"),
         (["cc-by-sa-4.0", "mit"], "cc-by-sa-4.0"),
         (["cc-by-nc-sa-4.0", "cc-by-nc-4.0", "cc-by-sa-4.0"], "cc-by-nc-sa-4.0"),
-        (["cc-by-nc-4.0", "my own"], UNKNOWN),
+        (["cc-by-nc-4.0", "my own"], "cc-by-nc-4.0"),
+        (["cc-by-nc-4.0", None], "cc-by-nc-4.0"),
+        (["cc-by-nc-sa-3.0", "gpl-3.0"], "cc-by-nc-sa-3.0"),
+        (["cc-by-sa-3.0", None], UNKNOWN),
+        (["cc-by-sa-4.0", "cc-by-nc-4.0"], "cc-by-nc-sa-4.0"),
+        (["cc-by-sa-3.0", "cc-by-nc-2.0", None], "cc-by-nc-sa-4.0"),
+        (["odbl", "cc-by-nc-4.0"], "cc-by-nc-sa-4.0"),
+        (["cc-by-nc-2.0", "cc-by-nc-4.0", "cc-by-nc-3.0"], "cc-by-nc-4.0"),
+        (["cc-by-sa-3.0", "https://creativecommons.org/licenses/by-sa/4.0/", "odbl"], "cc-by-sa-4.0"),
+        (["mit", "gpl-3.0"], UNKNOWN),
+        (["llama3.1"], UNKNOWN),
+        (["cc-by-nc-nd-4.0"], UNKNOWN),
         (["mit", None], UNKNOWN),
         (["mit", ""], UNKNOWN),
         (["cc-by-nd-4.0"], UNKNOWN),
@@ -34,12 +45,65 @@ def test_the_most_restrictive_licence_counts(of, expected):
     assert licences.of_data(of) == licences.of_data(reversed(of)) == expected
 
 
+NAMES = {
+    "apache-2.0": ["Apache License, Version 2.0", "Apache 2", "http://www.apache.org/licenses/LICENSE-2.0.txt",
+                   "https://opensource.org/license/apache-2-0", "Apache-2.0 (Apache License 2.0)"],
+    "mit": ["The MIT License", "The MIT License (MIT)", "MIT Licence", "https://opensource.org/licenses/MIT"],
+    "bsd-3-clause": ['BSD 3-Clause "New" or "Revised" License', "The 3-Clause BSD License",
+                     "https://spdx.org/licenses/BSD-3-Clause.html"],
+    "gpl-3.0": ["GPL-3.0-only", "GPL-3.0-or-later", "GPLv3", "GNU General Public License v3.0",
+                "https://www.gnu.org/licenses/gpl-3.0.en.html"],
+    "agpl-3.0": ["GNU Affero General Public License, Version 3"],
+    "lgpl-2.1": ["GNU Lesser General Public License v2.1"],
+    "gfdl": ["GFDL-1.3-or-later", "GNU Free Documentation License"],
+    "mpl-2.0": ["Mozilla Public License 2.0"],
+    "llama3.1": ["Llama 3.1 Community License Agreement"],
+    "gemma": ["Gemma Terms of Use"],
+    "odc-by": ["ODC-By 1.0", "Open Data Commons Attribution License", "https://opendatacommons.org/licenses/by/1-0/"],
+    "odbl": ["ODbL-1.0", "Open Data Commons Open Database License (ODbL)", "opendatacommons.org/licenses/odbl/"],
+    "pddl": ["PDDL-1.0", "Open Data Commons Public Domain Dedication and License"],
+    "cc0-1.0": ["CC0", "CC0 1.0 Universal", "Creative Commons Zero v1.0 Universal",
+                "https://creativecommons.org/publicdomain/zero/1.0/"],
+    "public-domain": ["Public Domain", "https://creativecommons.org/publicdomain/mark/1.0/"],
+    "cc-by-4.0": ["Creative Commons Attribution 4.0 International (CC BY 4.0)", "CC_BY 4",
+                  "https://creativecommons.org/licenses/by/4.0/legalcode.txt"],
+    "cc-by-sa-2.5": ["CC BY-SA 2.5"],
+    "cc-by-sa-4.0": ["https://creativecommons.org/licenses/by-sa/4.0/", "cc-by-sa-4.0",
+                     "Creative Commons Attribution-ShareAlike 4.0 International"],
+    "cc-by-nc-3.0": ["CC-BY-NC-3.0-IGO", "http://creativecommons.org/licenses/by-nc/3.0/us/deed.en"],
+    "cc-by-nc-sa-4.0": ["CC BY-SA-NC 4.0", "Creative Commons Attribution-NonCommercial-ShareAlike 4.0"],
+    "cc-by-nc-nd-4.0": ["Creative Commons Attribution Non Commercial No Derivatives 4.0"],
+}  # fmt: skip
+STRANGE = ("Mine", "", "not CC BY 4.0", "CC BY", "CC BY 9.0", "MIT or GPL-3.0", "Apache-2.0 WITH LLVM-exception",
+           "https://example.org/mit")  # fmt: skip
+
+
+def test_licences_are_known_by_every_name():
+    for name, others in NAMES.items():
+        assert {other: licences.identifier(other) for other in others} == dict.fromkeys(others, name)
+        assert all(licences.known(other) for other in others)
+    for name in STRANGE:
+        assert licences.identifier(name) == name and not licences.known(name)
+
+
+def test_all_of_the_hubs_names_are_known():
+    assert licences.HUB == LICENCES
+    assert all(licences.identifier(name.upper()) == name and licences.known(name) for name in LICENCES)
+
+
 def test_names_of_licences():
     assert [licences.identifier(name) for name in ("CC_BY NC-4.0", "Apache License 2.0", "ODC-By 1.0", "Mine")] == [
         "cc-by-nc-4.0", "apache-2.0", "odc-by", "Mine",
     ]  # fmt: skip
     assert licences.title("cc-by-nc-sa-4.0") == "CC BY-NC-SA 4.0" and licences.title("mit") == "mit"
-    for name in ("cc-by-nc-4.0", "CC BY-NC-ND 3.0", "Llama non-commercial", "some NC licence", "noncommercial"):
+    for name in (
+        "cc-by-nc-4.0",
+        "CC BY-NC-ND 3.0",
+        "Llama non-commercial",
+        "CC BY-NC",
+        "some NC licence",
+        "noncommercial",
+    ):
         assert licences.non_commercial(name)
     for name in ("cc-by-4.0", "ncsa", "isc", "apache-2.0", "unknown: ask whoever trained it", "", None):
         assert not licences.non_commercial(name)
@@ -186,7 +250,9 @@ def test_licences_of_our_own_adapters(model, tmp_path):
     again, heard = loaded("strict", data=[{"licence": "CC BY-NC 4.0"}])
     assert heard == [f"The adapter {tmp_path / 'strict'} is licensed CC BY-NC 4.0: not for commercial use."]
     again, heard = loaded("mixed", data=[{"licence": "CC BY-NC 4.0"}, {"source": "mine"}])
-    assert again.card.licence == UNKNOWN and "was trained on data licensed CC BY-NC 4.0" in heard[0]
+    assert again.card.licence == "cc-by-nc-4.0" and "is licensed CC BY-NC 4.0" in heard[0]
+    again, heard = loaded("nd", data=[{"licence": "CC BY-NC-ND 4.0"}])
+    assert again.card.licence == UNKNOWN and "was trained on data licensed CC BY-NC-ND 4.0" in heard[0]
     shutil.copytree(tmp_path / "free", tmp_path / "changed")
     (tmp_path / "changed" / "README.md").write_text(NC)
     again, heard = told(lambda: RestoreAdapter.from_pretrained(model, tmp_path / "changed"))

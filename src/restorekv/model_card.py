@@ -78,7 +78,7 @@ def checksum(body: str) -> str:
 def front_matter(card: Card) -> str:
     """YAML as the hub wants it: a base model only where it has a name there, a licence it knows or "other"."""
     licence = licences.identifier(card.licence or licences.UNKNOWN)
-    named = licence in licences.RUNG and licence != "public-domain"
+    named = licence in licences.HUB
     licence_name = None
     if licence == licences.UNKNOWN:
         licence = "unknown"
