@@ -24,7 +24,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.models import decoder, model_fingerprint
 from restorekv.train import checkpoint
 from restorekv.train.config import TrainConfig
-from restorekv.train.data import Example
+from restorekv.train.example import Example
 from restorekv.train.loop import train
 from restorekv.train.parallel import assembled, own_device, spread, wants_shards
 
@@ -44,12 +44,15 @@ CONFIG = TrainConfig(
 ADAPTER = ("adapter_model.safetensors", "restore_embeddings.safetensors")
 
 
-def together(job: Callable, *arguments: object, size: int = 2, seconds: float = 120) -> list:
-    """What job(team, *arguments) returns in each of `size` processes, or the exception that it raises there."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    fork = get_context("fork")
+        return free.getsockname()[1]
+
+
+def together(job: Callable, *arguments: object, size: int = 2, seconds: float = 120) -> list:
+    """What job(team, *arguments) returns in each of `size` processes, or the exception that it raises there."""
+    fork, port = get_context("fork"), free_port()
 
     def work(rank: int, end) -> None:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_PORT": str(port)}
@@ -121,7 +124,7 @@ def test_two_processes_train_as_one_with_twice_the_contexts(alone, tiny_tokenize
     assert shares == pytest.approx([0.5, 0.5] if spreading else [1, 1], abs=0.01)
     assert losses(tmp_path / "run") == pytest.approx(losses(alone), rel=1e-5, abs=1e-6)
     assert difference(tmp_path / "run", alone) < 1e-5
-    with pytest.raises(RestoreKVError, match="number of processes"):
+    with pytest.raises(RestoreKVError, match="processes is 1, was 2"):
         train(build_model("qwen3"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run", resume=True)
 
 
@@ -178,6 +181,18 @@ def test_passes_pair_up_however_many_each_process_makes():
             return made, float((model(ids).logits - expected).abs().max())
 
     assert together(job, seconds=60) == [(9, 0.0), (9, 0.0)]
+
+
+def test_a_spread_backbone_needs_a_restore_token_at_every_ratio(tiny_tokenizer, tmp_path):
+    short = [*EXAMPLES, Example("the red house", ("is it?",), (None,), where="line 5")]
+    config = replace(CONFIG, ratio_min=0.05, ratio_max=1)
+
+    def job(team):
+        model = build_model("qwen3")
+        spread(model, torch.device("cpu"))
+        train(model, tiny_tokenizer, short, config, tmp_path / "run", team=team)
+
+    assert all("line 5" in str(error) and "r = 0.05" in str(error) for error in together(job, seconds=60))
 
 
 @pytest.mark.slow
@@ -281,38 +296,59 @@ def command(tmp_path_factory, tiny_tokenizer) -> list[str]:
 
 @pytest.mark.slow
 def test_runs_killed_at_random_end_as_one_that_was_not(command, tmp_path):
+    # PEFT writes a set of names in the order of their hashes, which Python draws anew in every process.
+    same = {"env": os.environ | {"PYTHONHASHSEED": "0"}, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     command = [sys.executable, "-m", "restorekv", *command, "--steps", "60", "--resume", "--out"]
-    begun = time.monotonic()
-    subprocess.run([*command, tmp_path / "whole"], check=True, capture_output=True)
-    seconds, chance, hits = time.monotonic() - begun, random.Random(4), 0
+    subprocess.run([*command, tmp_path / "whole"], check=True, **same)
+    with (tmp_path / "whole" / "loss.csv").open() as file:
+        pace = sum(float(row["seconds"]) for row in csv.DictReader(file)) / 60
+    chance, found = random.Random(4), tmp_path / "cut" / checkpoint.FILE
     for _ in range(6):
-        child = subprocess.Popen([*command, tmp_path / "cut"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        time.sleep(chance.uniform(0.3, 0.8) * seconds)
+        child, begun = subprocess.Popen([*command, tmp_path / "cut"], **same), time.time()
+        while not found.exists() or found.stat().st_mtime < begun:
+            assert child.poll() is None
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0, 6) * pace)
         child.kill()
-        hits += child.wait() == -signal.SIGKILL
-    assert hits >= 5
-    subprocess.run([*command, tmp_path / "cut"], check=True, capture_output=True)
+        assert child.wait() == -signal.SIGKILL
+    assert 12 <= len(rows(tmp_path / "cut")) < 60 and not (tmp_path / "cut" / "adapter").exists()
+    subprocess.run([*command, tmp_path / "cut"], check=True, **same)
     assert rows(tmp_path / "cut") == rows(tmp_path / "whole")
     same_files(tmp_path / "cut", tmp_path / "whole")
 
 
+def ended(command: list) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr; everything it started ends with it."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, err = child.communicate(timeout=600)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        raise
+    return child.returncode, out, err
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ("torchrun", "accelerate", "sharded"))
+@pytest.mark.parametrize("launcher", ("torchrun", "accelerate", "spread"))
 def test_launchers_start_what_trains_as_one_process(command, tmp_path, launcher):
-    steps = ["--steps", "3", "--out"]
+    port = str(free_port())
     launch = {
-        "torchrun": ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"],
-        "accelerate": ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"],
-        "sharded": ["accelerate.commands.launch", "--use_fsdp", "--fsdp_version", "2", "--num_processes", "2"],
+        "torchrun": ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", port],
+        "accelerate": ["accelerate.commands.launch", "--multi_gpu"],
+        "spread": ["accelerate.commands.launch", "--use_fsdp", "--fsdp_version", "2"],
     }[launcher]
     if launcher != "torchrun":
         pytest.importorskip("accelerate")
-    alone = [sys.executable, "-m", "restorekv", *command, "--contexts", "2", *steps, tmp_path / "alone"]
-    subprocess.run(alone, check=True, capture_output=True)
-    both = [sys.executable, "-m", *launch, "-m", "restorekv", *command, *steps, tmp_path / "both"]
-    told = subprocess.run(both, capture_output=True, text=True, timeout=300)
-    assert told.returncode == 0, told.stderr
-    assert told.stdout.count("Wrote") == 1
+        launch += ["--num_processes", "2", "--main_process_port", port]
+    one = ended(["restorekv", *command, "--contexts", "2", "--steps", "3", "--out", tmp_path / "alone"])
+    assert one[0] == 0, one[2]
+    both = [*launch, "-m", "restorekv", *command, "--steps", "3", "--out", tmp_path / "both"]
+    code, out, err = ended(both)
+    assert code == 0, err
+    assert out.count("Wrote") == err.count("Before training") == 1
     assert losses(tmp_path / "both") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5, abs=1e-6)
-    again = subprocess.run(both, capture_output=True, text=True, timeout=300)
-    assert again.returncode != 0 and "already holds a run" in again.stderr
+    code, out, err = ended(both)
+    assert code != 0 and "already holds a run" in err

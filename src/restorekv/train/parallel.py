@@ -118,7 +118,7 @@ class Together:
         To count the passes and make up for them later would be too late: a pass waits for its shards at once.
         """
         backbone = decoder(model)
-        if not is_sharded(backbone):
+        if not is_spread(backbone):
             yield
             return
 
@@ -137,7 +137,7 @@ class Together:
 
     def announce(self, passes: int) -> Tensor:
         """How many processes are about to run the backbone; whoever is need not read it, so that no GPU waits."""
-        running = torch.tensor([passes], device=self.device)
+        running = torch.full((1,), passes, device=self.device)
         dist.all_reduce(running)
         return running
 
@@ -209,7 +209,7 @@ def spread(model: PreTrainedModel, device: torch.device) -> None:
     model.to(device)
 
 
-def is_sharded(backbone: nn.Module) -> bool:
+def is_spread(backbone: nn.Module) -> bool:
     """Whether `spread` has been here."""
     return hasattr(backbone, "unshard")
 
