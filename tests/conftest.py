@@ -1,5 +1,6 @@
 """Tiny random models of both families and a tokenizer made in memory: nothing is downloaded."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -55,6 +56,12 @@ def build_model(family: str, seed: int = 0, **overrides: object) -> PreTrainedMo
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c_is_heard() -> None:
+    """A shell that starts the tests in its background has told them to ignore it, and their children too."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(params=sorted(FAMILIES))

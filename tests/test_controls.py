@@ -20,7 +20,7 @@ from restorekv.prefill import prefill
 from restorekv.prepared import Conventions
 from restorekv.prompt import encode, question_ids
 from restorekv.restore import RestoreAdapter
-from restorekv.train.data import Example
+from restorekv.train.example import Example
 from restorekv.train.config import TrainConfig
 from restorekv.train.loop import train
 

@@ -16,7 +16,7 @@ from restorekv.evictors import EVICTORS
 from restorekv.models import CacheShape
 from restorekv.prompt import make_context
 from restorekv.restore import RestoreAdapter
-from restorekv.train.data import Example
+from restorekv.train.example import Example
 from restorekv.train.config import TrainConfig
 from restorekv.train.loop import train
 
@@ -66,13 +66,13 @@ def test_a_training_step_reaches_the_adapter(tiny_tokenizer, tmp_path, name):
     model = build_model("llama")
     spec = spec_of(name, model, tmp_path)
     adapter = train(
-        model, tiny_tokenizer, [Example(TEXT, (QUESTION,), (None,))], replace(CONFIG, evictor=spec), tmp_path
+        model, tiny_tokenizer, [Example(TEXT, (QUESTION,), (None,))], replace(CONFIG, evictor=spec), tmp_path / "run"
     )
     assert adapter.card.evictor == evictors.make(spec).identity(model)
     assert any(value.abs().max() > 0 for key, value in adapter.tensors.items() if "lora_B" in key)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        compress(model, tiny_tokenizer, TEXT, evictor=spec, ratio=0.3, adapter=tmp_path / "adapter")
+        compress(model, tiny_tokenizer, TEXT, evictor=spec, ratio=0.3, adapter=tmp_path / "run" / "adapter")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -97,7 +97,7 @@ def test_a_gate_is_known_by_what_is_in_it(tiny_tokenizer, tmp_path):
     path = save_gate(tmp_path / "one.safetensors", "fastkvzip", model)
     spec = f"fastkvzip:gate={path}"
     examples = [Example(TEXT, (QUESTION,), (None,))]
-    adapter = train(model, tiny_tokenizer, examples, replace(CONFIG, evictor=spec), tmp_path)
+    adapter = train(model, tiny_tokenizer, examples, replace(CONFIG, evictor=spec), tmp_path / "run")
     (tmp_path / "two.safetensors").write_bytes((tmp_path / "one.safetensors").read_bytes())
     with warnings.catch_warnings():
         warnings.simplefilter("error")

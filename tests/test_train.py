@@ -9,13 +9,16 @@ from conftest import build_model
 from safetensors.torch import load_file, save_file
 
 from restorekv.attention import cascade
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.prepared import Prepared
+from restorekv.prompt import make_context
+from restorekv.train import teacher as teacher_module
 from restorekv.train.answers import answer_logits
 from restorekv.train.checks import check
 from restorekv.train.config import TrainConfig, learning_rate
-from restorekv.train.data import Example, read_examples, sources
+from restorekv.train.data import check_lengths, read_examples
 from restorekv.train.distill import divergence
+from restorekv.train.example import Example, sources
 from restorekv.train.lessons import Lessons
 from restorekv.train.loop import draw, fresh_adapter, train
 
@@ -79,8 +82,6 @@ def test_another_run_is_neither_overwritten_nor_continued(tiny_tokenizer, tmp_pa
     train(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
     with pytest.raises(RestoreKVError, match="already holds a run"):
         train(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
-    with pytest.raises(RestoreKVError, match="other settings"):
-        train(model, tiny_tokenizer, EXAMPLES, replace(CONFIG, lr=1.0), tmp_path / "run", resume=True)
 
 
 def test_lessons_are_the_teachers_own_greedy_answers(tiny_model, tiny_tokenizer):
@@ -192,20 +193,100 @@ def test_json_lines_are_read(tiny_model, tiny_tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ('{"context": 3}', "not of the form"),
-        ('{"context": "a", "questions": ["b?"]', "not of the form"),
-        ('{"context": "a", "questions": ["b?"], "answers": [" "]}', "not of the form"),
-        ('{"context": "a", "questions": ["b?"], "answers": ["c", "d"]}', "not of the form"),
-        ('{"context": "a", "questions": ["b?"], "licence": "all mine"}', "the licence 'all mine'"),
-        ('{"context": "' + "house " * 5000 + '", "questions": ["b?"]}', "the model was made for 4096"),
+        ('{"context": 3}', 'has no text in "context"'),
+        ('["a"]', "is no object"),
+        ('{"context": "a"}', 'has no list in "questions"'),
+        ('{"context": "a", "questions": "b?"}', 'has no list in "questions"'),
+        ('{"context": "a", "questions": ["b?"]', "is no JSON .*character 37"),
+        ('{"context": "a", "questions": ["b?", " "]}', 'has no text in "questions", number 2'),
+        ('{"context": "a", "questions": ["b?"], "answers": [" "]}', 'has no text in "answers", number 1'),
+        ('{"context": "a", "questions": ["b?"], "answers": ["c", "d"]}', "has 1 questions and 2 answers"),
+        ('{"context": "a", "questions": ["b?"], "answer": ["c"]}', "has the unknown key 'answer'"),
+        ('{"context": "a", "questions": ["b?"], "licence": "all mine"}', "has the licence 'all mine'"),
+        ('{"context": "a", "questions": ["b?"], "license": "all mine"}', "has the licence 'all mine'"),
     ],
-    ids=["no questions", "bad JSON", "empty answer", "answers do not fit", "unknown licence", "over-long"],
 )
 def test_a_poisoned_line_is_named(tiny_model, tiny_tokenizer, tmp_path, line, told):
     path = tmp_path / "data.jsonl"
     path.write_text('{"context": "a b", "questions": ["c?"]}\n' + line + "\n")
-    with pytest.raises(RestoreKVError, match=f"line 2 .*{told}"):
+    with pytest.raises(RestoreKVError, match=f"data.jsonl, line 2 {told}"):
         read_examples(path, tiny_model, tiny_tokenizer)
+
+
+def test_contexts_must_fit_the_model_and_hold_a_token(tiny_model, tiny_tokenizer):
+    long = replace(EXAMPLES[0], context="house " * 5000, where="line 7")
+    with pytest.raises(RestoreKVError, match=r"line 7 needs .* made for 4096"):
+        check_lengths(tiny_model, tiny_tokenizer, [EXAMPLES[0], long], CONFIG)
+    fits = replace(EXAMPLES[0], context="house " * 2000, where="line 7")
+    check_lengths(tiny_model, tiny_tokenizer, [fits], CONFIG)
+    tokens = make_context(tiny_tokenizer, fits.context).positions
+    with pytest.raises(RestoreKVError, match="line 7 needs"):
+        check_lengths(tiny_model, tiny_tokenizer, [fits], replace(CONFIG, max_new_tokens=4096 - tokens))
+    short = replace(EXAMPLES[0], context="red", where="line 9")
+    with pytest.raises(RestoreKVError, match="line 9 has 1 tokens"):
+        check_lengths(tiny_model, tiny_tokenizer, [short], CONFIG)
+    with pytest.warns(RestoreKVWarning, match="5 of 5 contexts are too short for 90 restore tokens"):
+        check_lengths(tiny_model, tiny_tokenizer, EXAMPLES, replace(CONFIG, restore_tokens=90))
+
+
+def test_a_ratio_without_room_for_a_token_teaches_nothing_and_breaks_nothing(tiny_tokenizer, tmp_path):
+    config = replace(CONFIG, ratio_min=0.001, ratio_max=0.02, restore_from="evicted", steps=4)
+    with pytest.warns(RestoreKVWarning, match="too short"):
+        train(build_model("qwen3"), tiny_tokenizer, EXAMPLES, config, tmp_path / "run")
+    assert len(losses(tmp_path / "run")) == 4
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_before_the_weights_are_spoilt(tiny_tokenizer, tmp_path):
+    config = replace(CONFIG, lr=1e30, warmup=0, checkpoint_every=1)
+    with pytest.raises(RestoreKVError, match=r"step \d is not finite"):
+        train(build_model("qwen3"), tiny_tokenizer, EXAMPLES, config, tmp_path / "run")
+    held = load_file(tmp_path / "run" / "checkpoint.safetensors")
+    assert all(value.isfinite().all() for value in held.values())
+
+
+def test_no_clipping_is_not_no_training(tiny_tokenizer, tmp_path):
+    free = train(build_model("qwen3"), tiny_tokenizer, EXAMPLES, replace(CONFIG, clip=0.0), tmp_path / "free")
+    wide = train(build_model("qwen3"), tiny_tokenizer, EXAMPLES, replace(CONFIG, clip=1e9), tmp_path / "wide")
+    assert all(
+        torch.equal(a, b) for a, b in zip(free.trainable_state().values(), wide.trainable_state().values(), strict=True)
+    )
+    assert any("lora_B" in name and value.any() for name, value in free.trainable_state().items())
+
+
+@pytest.mark.parametrize("change", ["model", "data", "dtype", "lr"])
+def test_a_run_is_resumed_as_it_was_and_what_differs_is_named(tiny_tokenizer, tmp_path, change):
+    train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
+    before = (tmp_path / "run" / "loss.csv").read_text()
+    model = build_model("llama", seed=int(change == "model"))
+    model = model.double() if change == "dtype" else model
+    examples = [replace(EXAMPLES[0], licence="mit"), *EXAMPLES[1:]] if change == "data" else EXAMPLES
+    config = replace(CONFIG, lr=1.0) if change == "lr" else CONFIG
+    with pytest.raises(RestoreKVError, match=f"is another one .{change} is .*, was "):
+        train(model, tiny_tokenizer, examples, config, tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / "loss.csv").read_text() == before
+
+
+def test_a_folder_of_something_else_is_left_alone(tiny_tokenizer, tmp_path):
+    (tmp_path / "model.safetensors").write_text("mine")
+    with pytest.raises(RestoreKVError, match="holds other files"):
+        train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_a_draft_is_confirmed_whichever_stop_id_the_model_uses(tiny_tokenizer, monkeypatch):
+    model = build_model("qwen3")
+    question = Example(TEXT, ("who lives in the red house?",), (None,))
+    first = Lessons(model, tiny_tokenizer, [question], CONFIG)[0][1][0]
+    stop = int(first.ids[-first.answer :][1])
+    model.generation_config.eos_token_id = [1, stop]  # the lower one is not the model's own
+    written = Lessons(model, tiny_tokenizer, [question], CONFIG)[0][1][0]
+    answer = written.ids[-written.answer :]
+    assert answer[-1] == stop
+    draft = tiny_tokenizer.decode(answer[:-1])
+    assert tiny_tokenizer.encode(draft, add_special_tokens=False) == answer[:-1].tolist()
+    monkeypatch.setattr(teacher_module, "answer_ids", None)
+    again = Lessons(model, tiny_tokenizer, [replace(question, drafts=(draft,))], CONFIG)[0][1][0]
+    assert torch.equal(again.ids, written.ids) and again.answer == written.answer
 
 
 def test_the_adapter_records_settings_data_and_licence(tiny_tokenizer, tmp_path):

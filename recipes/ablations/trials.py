@@ -22,7 +22,8 @@ from restorekv.prepared import Prepared
 from restorekv.prompt import make_context
 from restorekv.restore import RestoreAdapter
 from restorekv.train.config import TrainConfig
-from restorekv.train.data import Example, bundled_examples, read_examples
+from restorekv.train.data import bundled_examples, read_examples
+from restorekv.train.example import Example
 from restorekv.train.lessons import Lessons
 from restorekv.train.loop import train
 
@@ -57,10 +58,10 @@ class Setup:
             digest.update(path.name.encode() + path.read_bytes())
         return f"{self.data.name}: sha256 {digest.hexdigest()[:16]}"
 
-    def examples(self, tokenizer) -> list[Example]:
+    def examples(self, model, tokenizer) -> list[Example]:
         """The same for every seed: only initial weights, order and ratios differ, as in the paper."""
         if self.data is not None:
-            return read_examples(self.data)
+            return read_examples(self.data, model, tokenizer)
         return bundled_examples(tokenizer, self.contexts, 0, SHORTEST, LONGEST)
 
 
@@ -224,7 +225,7 @@ def trained(trial: Trial, model, tokenizer, told: Told) -> RestoreAdapter:
             left = (time.perf_counter() - begun) / len(first) * (steps - step) / 60
             told(f"step {step} of {steps}, loss {loss:.4f}, {left:.0f} min to go")
 
-    examples, (store, prefills) = trial.setup.examples(tokenizer), trial.setup.store
+    examples, (store, prefills) = trial.setup.examples(model, tokenizer), trial.setup.store
     return train(
         model, tokenizer, examples, config, trial.checkpoints, resume=True, progress=progress, store=store,
         store_prefill=prefills,

@@ -36,7 +36,7 @@ from restorekv.prepared import Prepared
 from restorekv.prompt import make_context
 from restorekv.restore import RestoreAdapter
 from restorekv.train.config import TrainConfig
-from restorekv.train.data import Example
+from restorekv.train.example import Example
 from restorekv.train.lessons import Lessons
 from restorekv.train.loop import Visit, fresh_adapter, visit_loss
 

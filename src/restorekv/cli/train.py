@@ -12,8 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from restorekv.bundled.suite import LONGEST, SHORTEST
 from restorekv.cli.session import notes, open_model, output
 from restorekv.errors import RestoreKVError
+from restorekv.train import checkpoint
 from restorekv.train.config import TrainConfig
-from restorekv.train.data import Example, bundled_examples, read_examples
+from restorekv.train.data import bundled_examples, read_examples
+from restorekv.train.example import Example
 from restorekv.train.loop import train
 from restorekv.train.parallel import Team, assembled, own_device, spread, wants_shards
 
@@ -30,7 +32,7 @@ HELP = {
     "lr": "Highest learning rate.",
     "weight_decay": "Weight decay of AdamW.",
     "warmup": "Steps of linear warm-up before the cosine.",
-    "clip": "Largest norm of the gradient.",
+    "clip": "Largest norm of the gradient; 0: any.",
     "steps": "Optimizer steps.",
     "contexts": "Contexts per process and step; their gradients add up.",
     "questions": "Questions per context and step, at most.",
@@ -120,7 +122,9 @@ def run_with_bar(
         try:
             train(model, tokenizer, examples, config, out, resume, progress, team=team, notice=notes.print, **kept)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"Interrupted; go on from the last checkpoint in {out} with --resume.") from None
+            there = (out / checkpoint.FILE).exists()
+            way = f"go on from the last checkpoint in {out} with --resume" if there else f"no checkpoint yet in {out}"
+            raise KeyboardInterrupt(f"Interrupted; {way}.") from None
 
 
 def flag(name: str, kind: Any, default: Any) -> inspect.Parameter:

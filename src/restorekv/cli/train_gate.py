@@ -12,7 +12,7 @@ from restorekv.cli import options
 from restorekv.cli.session import bar, figures_table, open_model, output
 from restorekv.errors import RestoreKVError
 from restorekv.gate_file import KINDS
-from restorekv.train.data import bundled_examples, read_examples
+from restorekv.train.data import bundled_examples, read_contexts
 from restorekv.train.gate import train_gate
 from restorekv.train.gate_fits import GateConfig
 
@@ -53,7 +53,7 @@ def run(
     folder = features or out.with_name(f"{out.name}.features")
     if folder.exists() and not folder.is_dir():
         raise RestoreKVError(f"{folder} is a file; name a folder with --features.")
-    texts = None if data == "bundled" else [example.context for example in read_examples(Path(data))]
+    texts = None if data == "bundled" else read_contexts(Path(data))
     loaded, tokenizer = open_model(model, dtype, device)
     if texts is None:
         made = bundled_examples(tokenizer, count, seed, shortest, longest)

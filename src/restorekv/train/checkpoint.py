@@ -2,44 +2,66 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.atomic import replacing
 from restorekv.errors import RestoreKVError
+from restorekv.models import model_fingerprint
+from restorekv.prompt import template_hash
 from restorekv.restore import RestoreAdapter
 from restorekv.train.config import TrainConfig
+from restorekv.train.example import Example, digest
 
 FILE, LOG = "checkpoint.safetensors", "loss.csv"
 HEADER = "step,loss,lr,seconds\n"
 
 
-def begin(folder: Path) -> int:
-    """A fresh run; an older one in the same folder is never overwritten."""
+@dataclass(frozen=True)
+class Run:
+    """What moves in a run, its settings and what it depends on beside them."""
+
+    config: TrainConfig
+    adapter: RestoreAdapter
+    optimizer: torch.optim.Optimizer
+    origin: dict[str, object]
+
+
+def begin(folder: Path) -> None:
+    """A fresh run in a folder of its own; nothing that is there is overwritten."""
     if (folder / FILE).exists():
         raise RestoreKVError(f"{folder} already holds a run; continue it with --resume or choose another folder.")
+    if any(folder.iterdir()) and not (folder / LOG).exists():
+        raise RestoreKVError(f"{folder} holds other files and no run; choose an empty or a new folder.")
     (folder / LOG).write_text(HEADER)
-    return 0
 
 
-def save(
-    folder: Path, config: TrainConfig, adapter: RestoreAdapter, optimizer: torch.optim.Optimizer, step: int, size: int
-) -> None:
-    """Adapter, optimizer and the number of steps done by a team of `size` processes."""
-    tensors = {f"adapter.{name}": value.cpu() for name, value in adapter.trainable_state().items()}
-    for index, state in optimizer.state_dict()["state"].items():
+def origin(model: PreTrainedModel, tokenizer: Tokenizer, examples: list[Example], processes: int) -> dict[str, object]:
+    """What a run depends on beside its settings."""
+    return {
+        "model": model_fingerprint(model), "dtype": str(model.dtype), "template": template_hash(tokenizer),
+        "data": digest(examples), "processes": processes,
+    }  # fmt: skip
+
+
+def save(folder: Path, run: Run, step: int) -> None:
+    """Adapter, optimizer and the number of steps done."""
+    tensors = {f"adapter.{name}": value.cpu() for name, value in run.adapter.trainable_state().items()}
+    for index, state in run.optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{index}.{name}": value.cpu() for name, value in state.items()}
     with replacing(folder / FILE) as path:
-        save_file(tensors, path, metadata={"config": config.text(), "step": str(step), "processes": str(size)})
+        facts = {"config": run.config.text(), "origin": json.dumps(run.origin), "step": str(step)}
+        save_file(tensors, path, metadata=facts)
 
 
-def restart(
-    folder: Path, config: TrainConfig, adapter: RestoreAdapter, optimizer: torch.optim.Optimizer, size: int
-) -> int:
+def restart(folder: Path, run: Run) -> int:
     """Loads the checkpoint and returns the step to go on with; 0 where there is none. Touches no file."""
     path = folder / FILE
     if not path.exists():
@@ -47,21 +69,22 @@ def restart(
     try:
         with safe_open(path, "pt") as file:
             facts, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        saved, step, processes = TrainConfig.parse(facts["config"]), int(facts["step"]), int(facts["processes"])
+        saved, step, source = TrainConfig.parse(facts["config"]), int(facts["step"]), json.loads(facts["origin"])
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise RestoreKVError(f"The checkpoint {path} is damaged; start again in another folder.") from error
-    same = replace(saved, keep=config.keep, checkpoint_every=config.checkpoint_every) == config
-    if not same or processes != size:
+    saved = replace(saved, keep=run.config.keep, checkpoint_every=run.config.checkpoint_every)
+    before, now = asdict(saved) | source, asdict(run.config) | run.origin
+    other = [f"{name} is {now[name]}, was {before.get(name)}" for name in now if now[name] != before.get(name)]
+    if other:
         raise RestoreKVError(
-            f"The run in {folder} has other settings or another number of processes; resume it with the same ones or "
-            "choose another folder."
+            f"The run in {folder} is another one ({'; '.join(other)}); resume it as it was or choose another folder."
         )
-    adapter.load_trainable_state(part(tensors, "adapter."))
+    run.adapter.load_trainable_state(part(tensors, "adapter."))
     moments: dict[int, dict[str, torch.Tensor]] = {}
     for name, value in part(tensors, "optimizer.").items():
         index, _, what = name.partition(".")
         moments.setdefault(int(index), {})[what] = value
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
+    run.optimizer.load_state_dict({**run.optimizer.state_dict(), "state": moments})
     return step
 
 

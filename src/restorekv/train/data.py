@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+import warnings
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -11,26 +10,13 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.bundled.suite import documents
 from restorekv.data.mixture import read_mixture
-from restorekv.errors import RestoreKVError
-from restorekv.licences import RUNG, identifier
-from restorekv.prompt import make_context
-
-
-@dataclass(frozen=True)
-class Example:
-    """A context and what is asked about it.
-
-    A draft is a guess at the teacher's greedy answer; it is used where the teacher confirms it and replaced by the
-    teacher's own words where not, so drafts save time and never change the training data.
-    """
-
-    context: str
-    questions: tuple[str, ...]
-    drafts: tuple[str | None, ...]
-    answer_ids: tuple[tuple[int, ...], ...] | None = None  # of answers that this very model wrote
-    source: str | None = None
-    licence: str | None = None
-    where: str = ""  # file and line or row, for messages
+from restorekv.errors import RestoreKVError, RestoreKVWarning
+from restorekv.models import decoder
+from restorekv.prompt import encode, make_context
+from restorekv.train.config import TrainConfig
+from restorekv.train.example import Example
+from restorekv.train.json_lines import from_lines
+from restorekv.train.parallel import is_spread
 
 
 def bundled_examples(tokenizer: Tokenizer, count: int, seed: int, low: int, high: int) -> list[Example]:
@@ -39,27 +25,20 @@ def bundled_examples(tokenizer: Tokenizer, count: int, seed: int, low: int, high
     return [
         Example(
             doc.text, tuple(q.text for q in doc.questions), tuple(" " + q.target for q in doc.questions),
-            source="bundled world", licence="apache-2.0",
+            source="bundled world", licence="apache-2.0", where=f"bundled document {number}",
         )
-        for doc in made
+        for number, doc in enumerate(made)
     ]  # fmt: skip
 
 
 def read_examples(path: Path, model: PreTrainedModel, tokenizer: Tokenizer) -> list[Example]:
-    """A file of JSON lines or the folder of a mixture that this very model has answered (`restorekv data build`).
+    """A file of JSON lines or the folder of a mixture that this very model has answered (`restorekv data build`)."""
+    return from_mixture(path, model, tokenizer) if path.is_dir() else from_lines(path)
 
-    A line is `{"context": text, "questions": [text, ...]}`, with "answers" (one text a question), "source" and
-    "licence" if they are known. Raises RestoreKVError that names the line of what cannot be trained on.
-    """
-    examples = from_mixture(path, model, tokenizer) if path.is_dir() else from_lines(path)
-    most = model.config.get_text_config().max_position_embeddings
-    for example in examples:
-        tokens = make_context(tokenizer, example.context).positions
-        if tokens > most:
-            raise RestoreKVError(
-                f"{example.where} has a context of {tokens} tokens, and the model was made for {most}; shorten it."
-            )
-    return examples
+
+def read_contexts(path: Path) -> list[str]:
+    """The contexts alone, of a file of JSON lines or a mixture, whoever has answered it."""
+    return [each.context for each in (read_mixture(path)[0] if path.is_dir() else from_lines(path))]
 
 
 def from_mixture(folder: Path, model: PreTrainedModel, tokenizer: Tokenizer) -> list[Example]:
@@ -72,55 +51,30 @@ def from_mixture(folder: Path, model: PreTrainedModel, tokenizer: Tokenizer) -> 
     ]  # fmt: skip
 
 
-def from_lines(path: Path) -> list[Example]:
-    """Of JSON lines."""
-    if not path.is_file():
-        raise RestoreKVError(f"There is no training file {path}; give a JSON-lines file, a mixture or 'bundled'.")
-    examples = []
-    for number, line in enumerate(lines(path), 1):
-        if line.strip():
-            examples.append(_example(line, f"{path}, line {number}"))
-    if not examples:
-        raise RestoreKVError(f"The training file {path} has no examples; write one JSON object a line.")
-    return examples
+def check_lengths(model: PreTrainedModel, tokenizer: Tokenizer, examples: list[Example], config: TrainConfig) -> None:
+    """Refuses contexts that are too long for the model or too short for one restore token, by the line they are from.
 
-
-def sources(examples: list[Example]) -> list[dict[str, object]]:
-    """For the records: contexts and questions by source and licence; None where nobody has said it."""
-    found: dict[tuple, list[Example]] = {}
+    Warns where fewer than n restore tokens will fit into the lowest ratio drawn. A backbone spread over processes needs
+    a restore token at every ratio: without one there is no backward pass, and the others would wait for its shards.
+    """
+    most, scant = model.config.get_text_config().max_position_embeddings, 0
+    ratio = config.ratio_min if is_spread(decoder(model)) else config.ratio_max
     for example in examples:
-        found.setdefault((example.source, example.licence), []).append(example)
-    return [
-        {"source": source, "licence": licence, "contexts": len(own), "examples": sum(len(x.questions) for x in own)}
-        for (source, licence), own in found.items()
-    ]
-
-
-def lines(path: Path) -> list[str]:
-    """Of a UTF-8 file; U+2028 and its like do not end a line of JSON."""
-    try:
-        return path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise RestoreKVError(f"The training file {path} is not UTF-8 text; convert it first.") from error
-
-
-def _example(line: str, where: str) -> Example:
-    try:
-        row = json.loads(line)
-        context, questions = row["context"], tuple(row["questions"])
-        source, licence = row.get("source"), row.get("licence")
-        drafts = tuple(row.get("answers") or [None] * len(questions))
-        texts = [context, *questions, *(text for text in (*drafts, source, licence) if text is not None)]
-        paired = isinstance(row["questions"], list) and len(drafts) == len(questions) > 0
-        well_formed = paired and all(isinstance(text, str) and text.strip() for text in texts)
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
-        well_formed = False
-    if not well_formed:
-        form = '{"context": text, "questions": [text, ...]}, with as many "answers" or none, and no text empty'
-        raise RestoreKVError(f"{where} is not of the form {form}; mend the line.")
-    if licence is not None and (licence := identifier(licence)) not in RUNG:
-        raise RestoreKVError(
-            f"{where} has the licence {licence!r}, which is not known here; give a name as on the Hugging Face hub, "
-            "or none for a text of your own."
-        )
-    return Example(context, questions, drafts, None, source, licence, where)
+        context = make_context(tokenizer, example.context)
+        asked = max(encode(tokenizer, question).shape[-1] for question in example.questions)
+        written = max(map(len, example.answer_ids), default=0) if example.answer_ids else config.max_new_tokens
+        needed = context.positions + config.restore_tokens + asked + context.suffix.shape[-1] + written
+        if needed > most:
+            raise RestoreKVError(
+                f"{example.where} needs {needed} positions for a context of {context.tokens} tokens, the longest "
+                f"question and answer, and the model was made for {most}; shorten it."
+            )
+        if int(ratio * context.tokens) < 1:
+            raise RestoreKVError(
+                f"{example.where} has {context.tokens} tokens: no restore token fits into r = {ratio:g} of "
+                "them; leave it out."
+            )
+        scant += int(config.ratio_min * context.tokens) < config.restore_tokens
+    if scant:
+        told = f"{scant} of {len(examples)} contexts are too short for {config.restore_tokens} restore tokens"
+        warnings.warn(f"{told} at r = {config.ratio_min:g}; they get fewer.", RestoreKVWarning, stacklevel=3)

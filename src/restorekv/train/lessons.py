@@ -17,7 +17,7 @@ from restorekv.prepared import Prepared
 from restorekv.prompt import Context, make_context, template_hash
 from restorekv.train.answers import ATTENTION, HIDDEN
 from restorekv.train.config import TrainConfig
-from restorekv.train.data import Example
+from restorekv.train.example import Example
 from restorekv.train.store import Store
 from restorekv.train.teacher import Lesson, Teacher
 

@@ -29,10 +29,12 @@ from restorekv.prompt import encode
 from restorekv.restore import RestoreAdapter
 from restorekv.train import checkpoint
 from restorekv.train.answers import ATTENTION, HIDDEN, answer_pass
+from restorekv.train.checkpoint import Run
 from restorekv.train.checks import check
 from restorekv.train.config import TrainConfig, learning_rate
-from restorekv.train.data import Example, sources
+from restorekv.train.data import check_lengths
 from restorekv.train.distill import from_hidden, matching, reduced
+from restorekv.train.example import Example, sources
 from restorekv.train.lessons import Lessons
 from restorekv.train.parallel import ALONE, Team
 from restorekv.train.teacher import Lesson
@@ -121,10 +123,9 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     parameters = [parameter for parameter in adapter.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=config.lr, betas=(0.9, 0.999), weight_decay=config.weight_decay)
-    start = checkpoint.restart(folder, config, adapter, optimizer, team.size) if resume else 0
-    team.wait()
-    if team.rank == 0:
-        checkpoint.trim(folder, start) if start else checkpoint.begin(folder)
+    run = Run(config, adapter, optimizer, checkpoint.origin(model, tokenizer, examples, team.size))
+    check_lengths(model, tokenizer, examples, config)
+    start = opened(folder, run, resume, team, notice)
     lessons = Lessons(model, tokenizer, examples, config, store, store_prefill)
     if start == 0:
         first = draw(config, 0, examples, team.size)[team.rank]
@@ -136,12 +137,22 @@ def train(
             loss = take_step(adapter, lessons, config, step, optimizer, parameters, team)
             log.write(step, loss, learning_rate(config, step), time.perf_counter() - begun)
             progress(step + 1, config.steps, loss)
-            if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
-                log.flush()
-                if team.rank == 0:
-                    checkpoint.save(folder, config, adapter, optimizer, step + 1, team.size)
+            due = (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps
+            if due and team.rank == 0:
+                checkpoint.save(folder, run, step + 1)
     finish(adapter, lessons, folder, team)
     return adapter
+
+
+def opened(folder: Path, run: Run, resume: bool, team: Team, notice: Callable[[str], None]) -> int:
+    """The step to begin with; the log then ends before it."""
+    start = checkpoint.restart(folder, run) if resume else 0
+    if resume and not start:
+        notice(f"There is no checkpoint in {folder}; starting from the beginning.")
+    team.wait()
+    if team.rank == 0:
+        checkpoint.trim(folder, start) if start else checkpoint.begin(folder)
+    return start
 
 
 def take_step(
@@ -155,10 +166,16 @@ def take_step(
         with team.level(model):
             taught = lessons[visit.index]
         loss = visit_loss(model, adapter, taught, visit, config) / len(own)
-        loss.backward()
+        if loss.requires_grad:  # of a ratio into which no restore token fits there is nothing to learn
+            loss.backward()
         total += float(loss.detach())
     team.average(parameters)
-    torch.nn.utils.clip_grad_norm_(parameters, config.clip)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip or math.inf)
+    if not math.isfinite(total + float(norm)):
+        raise RestoreKVError(
+            f"Loss or gradient of step {step} is not finite ({total:g}, {float(norm):g}); lower the learning rate. The "
+            "last checkpoint is from before it."
+        )
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(config, step)
     optimizer.step()
@@ -206,12 +223,8 @@ class Log:
         """One step."""
         if self.file and self.board:
             csv.writer(self.file).writerow([step, f"{loss:.9g}", f"{lr:.9g}", f"{seconds:.3f}"])
-            self.board.add_scalar("loss", loss, step)
-
-    def flush(self) -> None:
-        """Nothing that was written is lost when the process is killed."""
-        if self.file:
             self.file.flush()
+            self.board.add_scalar("loss", loss, step)
 
     def __exit__(self, *_: object) -> None:
         if self.file and self.board:

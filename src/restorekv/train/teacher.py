@@ -19,7 +19,7 @@ from restorekv.generate import answer_ids, stop_ids
 from restorekv.prepared import Prepared
 from restorekv.prompt import encode, question_ids
 from restorekv.train.answers import States, answer_pass
-from restorekv.train.data import Example
+from restorekv.train.example import Example
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class Teacher:
         if example.answer_ids is not None:
             answers = [torch.tensor(ids) for ids in example.answer_ids]
             return [lesson for lesson, _ in self.assess(cache, asked, answers, range(len(asked)))]
-        answers = [None if draft is None else self.closed(draft) for draft in example.drafts]
+        stops = stop_ids(self.model, self.tokenizer)
+        answers = [None if draft is None or not stops else self.closed(draft, min(stops)) for draft in example.drafts]
         drafted = [index for index, answer in enumerate(answers) if answer is not None]
         found = zip(drafted, self.assess(cache, asked, answers, drafted), strict=True)
         lessons = {index: lesson for index, (lesson, confirmed) in found if confirmed}
@@ -69,10 +70,9 @@ class Teacher:
             lessons |= zip(others, (lesson for lesson, _ in self.assess(cache, asked, answers, others)), strict=True)
         return [lessons[index] for index in range(len(asked))]
 
-    def closed(self, draft: str) -> Tensor:
-        """A draft's ids with the EOS id behind them, unless the limit cut it off."""
-        ids = encode(self.tokenizer, draft)[0].tolist()
-        return torch.tensor([*ids, min(stop_ids(self.model, self.tokenizer))][: self.max_new_tokens])
+    def closed(self, draft: str, stop: int) -> Tensor:
+        """A draft's ids with an EOS id behind them, unless the limit cut it off."""
+        return torch.tensor([*encode(self.tokenizer, draft)[0].tolist(), stop][: self.max_new_tokens])
 
     def assess(self, cache: RaggedCache, asked: list[Tensor], answers: list, indices) -> list[tuple[Lesson, bool]]:
         """The lessons on the questions named by `indices`, and whether the answer is the greedy one."""
@@ -81,11 +81,13 @@ class Teacher:
         rows = [torch.cat([asked[index], answers[index]]) for index in indices]
         counts = [len(answers[index]) for index in indices]
         seen = answer_pass(self.model, cache, rows, counts, self.watch)
-        lessons, start = [], 0
+        lessons, start, stops = [], 0, stop_ids(self.model, self.tokenizer)
         for row, count in zip(rows, counts, strict=True):
             part = slice(start, start := start + count)
             hidden = seen.hidden[part].clone()
             states = {name: value[:, part].clone() for name, value in seen.states.items()}
-            greedy = torch.equal(self.model.lm_head(hidden).argmax(-1).cpu(), row[-count:])
-            lessons.append((Lesson(row, count, hidden, states), greedy))
+            found = self.model.lm_head(hidden).argmax(-1).cpu()
+            if {int(found[-1]), int(row[-1])} <= stops:  # of several EOS ids the teacher's own
+                row = torch.cat([row[:-1], found[-1:]])
+            lessons.append((Lesson(row, count, hidden, states), torch.equal(found, row[-count:])))
         return lessons
