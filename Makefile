@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 RUN := $(VENV)/bin/python -m
 KVPRESS ?= .venv-kvpress
 
-.PHONY: venv demo test nightly lint conformance oldest bench bench-scorers bench-train bundled table1 controls
+.PHONY: venv demo test nightly lint conformance oldest bench bench-scorers bench-train bundled table1 ablations data-table
 .DEFAULT_GOAL := demo
 
 # PyTorch's own index has the CPU build; PyPI's build for Linux brings gigabytes of CUDA, so it is asked second.
@@ -66,6 +66,10 @@ bundled: venv
 table1: venv
 	$(VENV)/bin/python recipes/bundled/table1.py runs/table1
 
-# The paper's controls and ablations in small, into docs/controls.md: trains twelve adapters; resumable.
-controls: venv
-	$(VENV)/bin/python recipes/bundled/controls.py runs/controls --threads 2
+# The paper's ablations with three seeds, and what goes beyond it, into docs/ablations.md; resumable.
+ablations: venv
+	$(VENV)/bin/python recipes/ablations/run.py runs/ablations --workers 2
+
+# The appendix's table of training data on made-up texts and the bundled model, into docs/data-table.md; resumable.
+data-table: venv
+	$(VENV)/bin/python recipes/bundled/mixture.py runs/mixture

@@ -15,7 +15,7 @@ from restorekv.evaluate import interval
 from restorekv.groups import span
 from restorekv.tables import name as method_name
 
-INTRO = """# The paper's ablations
+INTRO = """# The paper's ablations, and beyond
 
 Written by `python recipes/ablations/run.py {folder}`; not edited by hand. Every variant of one training of {evictor} on
 {model}, {seeds}, asked {documents} held-out documents of the bundled suite under the same exact budget. Beside
@@ -26,8 +26,9 @@ A score is the mean over families of questions of every question's mean over the
 the seeds, with a 95 % bootstrap over documents in brackets. The interval tells how much the choice of documents
 matters, not that of seeds. Differences and claims are paired: every resampled document counts for all variants in them.
 A claim is within noise where its interval contains zero. Where n restore tokens exceed the budget of a short document,
-fewer are used. Training documents are the same for every seed. Prefix policy {policy}, allocation {allocation},
-{dtype}, greedy. Full cache: {full}.
+fewer are used. Training documents are the same for every seed. {steps} steps of {contexts}, learning rate {lr:g}, rank
+{rank}, n = {n}, unless the variant says otherwise. Prefix policy {policy}, allocation {allocation}, {dtype}, greedy.
+Full cache: {full}.
 
 Every figure with its seeds: [results/ablations.json](results/ablations.json).
 """
@@ -95,6 +96,9 @@ def facts(setup: Setup, found: Mapping[str, Trial], done: Mapping[str, dict], se
     conventions = next(iter(done.values()))["conventions"]
     return {
         "full": full, "evictor": method_name(setup.settings.evictor, False), "policy": conventions["prefix_policy"],
+        "steps": setup.settings.steps, "lr": setup.settings.lr, "rank": setup.settings.rank,
+        "n": setup.settings.restore_tokens,
+        "contexts": f"{setup.settings.contexts} contexts" if setup.settings.contexts > 1 else "one context",
         "seeds": "seed " + str(seeds[0]) if len(seeds) == 1 else "seeds " + ", ".join(map(str, seeds)),
         "allocation": conventions["allocation"], "dtype": conventions["dtype"],
     }  # fmt: skip
@@ -102,7 +106,8 @@ def facts(setup: Setup, found: Mapping[str, Trial], done: Mapping[str, dict], se
 
 def section(sweep: Sweep, made: dict, seeds: int) -> str:
     """Scores, differences, claims and orders of one sweep, in Markdown."""
-    head = f"## {sweep.title}\n\nThe paper's table: {sweep.table}. In italics the paper's figures.\n"
+    told = f"The paper's table: {sweep.table}. In italics the paper's figures." if sweep.table else "Not in the paper."
+    head = f"## {sweep.title}\n\n{told}\n"
     labels = {name: f"**{v.label}**" if name == sweep.reference else v.label for name, v in sweep.variants.items()}
     body = [[labels[name], *(cell(sweep, made, name, r, seeds) for r in RATIOS)] for name in sweep.variants]
     text = head + "\n" + table(["variant", *(f"r = {ratio:g}" for ratio in RATIOS)], body)
@@ -115,7 +120,8 @@ def section(sweep: Sweep, made: dict, seeds: int) -> str:
         title = f"minus {sweep.variants[sweep.reference].label}"
         text += "\n" + table([title, *(f"r = {ratio:g}" for ratio in RATIOS)], apart)
     claims = [[c["claim"], f"{c['paper']:+.1f}", ours(c), c["verdict"]] for c in made["claims"]]
-    text += "\n" + table(["what the paper's figures say", "paper, points", "here", "verdict"], claims)
+    if claims:
+        text += "\n" + table(["what the paper's figures say", "paper, points", "here", "verdict"], claims)
     return text + "\n" + "".join(ordered(each, sweep) for each in made["orders"])
 
 

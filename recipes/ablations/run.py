@@ -22,16 +22,18 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from ablations import components, mismatch, offset, prune_first, ratio_range, report, seeds, tokens
+from ablations import beyond, components, mismatch, offset, prune_first, ratio_range, report, seeds, tokens
 from ablations.sweep import Sweep
 from ablations.trials import Setup, Trial, carry_out, read, trials
-from bundled.adapters import CONTEXTS, SETTINGS
+from bundled.adapters import CONTEXTS
+from bundled.adapters import SETTINGS as RECIPE
 
 from restorekv.errors import RestoreKVError
 from restorekv.models import BUNDLED
 from restorekv.train.config import TrainConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
+SETTINGS = replace(RECIPE, contexts=4)  # a step: half of what the shipped adapters were trained with, for time
 SWEEPS: dict[str, Callable[[TrainConfig], Sweep]] = {
     "components": components.sweep,
     "prune_first": prune_first.sweep,
@@ -40,6 +42,7 @@ SWEEPS: dict[str, Callable[[TrainConfig], Sweep]] = {
     "mismatch": mismatch.sweep,
     "seeds": seeds.sweep,
     "offset": offset.sweep,
+    "beyond": beyond.sweep,
 }
 
 
