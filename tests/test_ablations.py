@@ -210,7 +210,7 @@ def test_a_sweep_from_nothing_and_again(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "runs"
     call(folder, "offset", *SMALL)
     text = (folder / "ablations.md").read_text()
-    assert text.count("\n## ") == len(EVERY) + 1 and "**Not run yet** (17 of 20)" in text
+    assert text.count("\n## ") == len(EVERY) + 1 and "**Not run yet** (16 of 19)" in text
     kept = json.loads((folder / "results" / "ablations.json").read_text())["sweeps"]
     rows = kept["offset"]["rows"]
     assert set(rows) == {"base", "offset", "full"} and set(kept["tokens"]["rows"]) == {"base", "n3"}
