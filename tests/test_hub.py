@@ -143,7 +143,7 @@ def test_offline_mode(model, monkeypatch, hub):
 
 
 def test_front_matter_that_the_hub_refuses(model, hub, monkeypatch):
-    monkeypatch.setattr("restorekv.model_card.front_matter", lambda card: "license: my-own")
+    monkeypatch.setattr("restorekv.model_card.front_matter", lambda card, config: "license: my-own")
     with pytest.raises(AdapterError, match=r"refuses the card of me/restore-qwen3 .*mend its README"):
         trained(model).push_to_hub(REPO)
     assert hub.files(REPO) == {}

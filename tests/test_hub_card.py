@@ -62,7 +62,8 @@ def test_everything_recorded_is_told():
     assert made["evictor"] == ["kvzip"] and made["restore tokens (n)"] == ["4"] and made["allocation"] == ["adakv"]
     assert made["compression ratios"] == ["0.025 to 0.25"] and made["the restore pass reads"] == ["the evicted cache"]
     assert rows(text, "Training") == {
-        "lr": ["0.0002"], "targets": ['["q_proj"]'], "clip": ["none"], "note": ["a \\| b c &lt;img>"],
+        "highest learning rate": ["0.0002"], "layers with a LoRA": ["q_proj"], "note": ["a \\| b c &lt;img>"],
+        "largest norm of the gradient": ["none"],
     }  # fmt: skip
     told = rows(text, "Data and licence")
     assert told == {"LongAlpaca": ["2488", "500", "CC BY-NC 4.0"], "PG-19": ["2260", "not recorded", "Apache-2.0"]}

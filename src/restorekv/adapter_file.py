@@ -34,8 +34,9 @@ VERSION = 1
 class Card:
     """What an adapter was made for. None where nobody has said it.
 
-    `settings`: of the training; `data`: one row a source with source, examples, contexts, licence; `results`: one row a
-    measurement, with benchmark, ratio, base, restored, full; `source`: the published adapter this is a copy of.
+    `settings`: of the training; `data`: one row a source with source, examples, contexts, licence and more; `results`:
+    one row a measurement, with benchmark, ratio, base, restored, full; `source`: the published adapter this is a copy
+    of; `local`: whether `model` was a folder on the machine where it was first loaded.
     """
 
     model: str
@@ -54,6 +55,7 @@ class Card:
     results: list[dict[str, Any]] | None = None
     licence: str | None = None
     source: str | None = None
+    local: bool | None = None
 
     def __post_init__(self) -> None:
         rows = [row for rows in (self.data, self.results) if rows is not None for row in rows]
@@ -61,6 +63,8 @@ class Card:
             raise TypeError("settings are a dict, data and results lists of dicts")
         if not all(isinstance(text, str | None) for text in (self.licence, self.source)):
             raise TypeError("licence and source are texts")
+        if not isinstance(self.local, bool | None):
+            raise TypeError("local is true or false")
 
 
 @dataclass(frozen=True)

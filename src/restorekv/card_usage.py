@@ -23,7 +23,7 @@ from kvpress import RestoreKVPress
 from safetensors.torch import load_file
 
 folder = snapshot_download({name})  # or a folder
-press = RestoreKVPress(compression_ratio=0.9, kvzip_plus_normalization={plus})
+press = RestoreKVPress(compression_ratio={dropped:g}, kvzip_plus_normalization={plus})
 embeddings = load_file(folder + "/restore_embeddings.safetensors")["restore_embeddings"]
 press.restore_embeddings = embeddings.to(model.device, model.dtype)
 press.restore_model_name = "higokri/RestoreKV-" + model.config.name_or_path.split("/")[-1] + "{suffix}"
@@ -43,10 +43,7 @@ It cannot be used there: this adapter has no LoRA, and kvpress switches one on a
 
 def here(card: Card, name: str) -> str:
     """Python and shell, with the conventions that are not restorekv's defaults."""
-    ratio = 0.1
-    if card.ratio_range:
-        ratio = min(max(ratio, card.ratio_range[0]), card.ratio_range[1])
-    arguments: dict[str, object] = {"evictor": card.evictor or "kvzip", "ratio": ratio, "adapter": name}
+    arguments: dict[str, object] = {"evictor": card.evictor or "kvzip", "ratio": ratio(card), "adapter": name}
     usual = {"prefix_policy": "free", "allocation": "global", "restore_from": "full"}
     arguments |= {key: getattr(card, key) for key in usual if getattr(card, key) not in (None, usual[key])}
     keywords = "".join(f"    {key}={json.dumps(value)},\n" for key, value in arguments.items())
@@ -54,6 +51,7 @@ def here(card: Card, name: str) -> str:
     model = shlex.quote(card.model)
     return (
         "## Use\n\n"
+        + ("The base model was loaded from a folder; give the place where you have it.\n\n" if card.local else "")
         + ("" if card.evictor else "The evictor is not recorded; kvzip stands here for an example.\n\n")
         + "```python\nfrom restorekv import compress, load_model\n\n"
         + f"model, tokenizer = load_model({json.dumps(card.model)})\n"
@@ -62,6 +60,12 @@ def here(card: Card, name: str) -> str:
         + f"```sh\nrestorekv compress doc.txt -o doc.rkv --model {model} {flags}\n"
         + f'restorekv ask doc.rkv "What is it about?" --model {model}\n```\n'
     )
+
+
+def ratio(card: Card) -> float:
+    """0.1, or what is next to it among the ratios of the training."""
+    low, high = card.ratio_range or (0.1, 0.1)
+    return min(max(0.1, low), high)
 
 
 def in_kvpress(card: Card, config: LoraConfig, name: str) -> str:
@@ -85,5 +89,6 @@ def in_kvpress(card: Card, config: LoraConfig, name: str) -> str:
         "Embeddings and LoRA may have the model's precision there; here they are float32.": True,
         "Evicted pairs are hidden there and stay in memory.": True,
     }  # fmt: skip
-    head = KVPRESS.format(name=json.dumps(name), plus=plus, suffix=KVPRESS_SUFFIXES.get(evictor, ""))
+    suffix = KVPRESS_SUFFIXES.get(evictor, "")
+    head = KVPRESS.format(name=json.dumps(name), plus=plus, suffix=suffix, dropped=1 - ratio(card))
     return head + "".join(f"- {what}\n" for what, holds in differs.items() if holds)

@@ -117,7 +117,7 @@ def push(
     written or changed stays. Raises AdapterError when the hub refuses or cannot be reached.
     """
     stored = replace(stored, card=licensed(stored.card, licence))
-    if not model_card.is_hub_id(stored.card.model):
+    if not model_card.is_hub_id(stored.card):
         message = f"The base model is recorded as {stored.card.model!r}, which others cannot load from the hub."
         warnings.warn(message, RestoreKVWarning, stacklevel=3)
     with tempfile.TemporaryDirectory() as folder:

@@ -7,11 +7,10 @@ written or changed is told from ours and left alone.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import warnings
 from pathlib import Path
-from textwrap import dedent
+from textwrap import dedent, fill
 
 import yaml
 from huggingface_hub import ModelCardData, metadata_load
@@ -19,13 +18,13 @@ from peft import LoraConfig
 
 from restorekv import adapter_file, licences
 from restorekv.adapter_file import README, Card, Stored
+from restorekv.card_training import cell, facts, table, training
 from restorekv.card_usage import here, in_kvpress
 from restorekv.errors import RestoreKVWarning
 
 NAMELESS = "OWNER/NAME-OR-FOLDER"
-UNRECORDED = "not recorded"
 PAPER = "https://arxiv.org/abs/2608.01247"
-TAGS = ["restorekv", "kv-cache", "lora", "long-context"]
+TAGS = ["restorekv", "kv-cache", "long-context"]
 SEAL = re.compile(r"<!-- written by restorekv, ([0-9a-f]{64}) -->\n\Z")
 
 
@@ -64,7 +63,7 @@ def licence_of(folder: Path) -> str | None:
 def text(card: Card, config: LoraConfig, name: str = NAMELESS) -> str:
     """The whole README.md; `name` is what users are told to load."""
     parts = (
-        f"---\n{front_matter(card)}\n---\n", method(card), made_for(card, config), training(card),
+        f"---\n{front_matter(card, config)}\n---\n", method(card, config), made_for(card, config), training(card),
         results(card), here(card, name), in_kvpress(card, config, name), citation(),
     )  # fmt: skip
     body = "\n".join(parts)
@@ -75,7 +74,7 @@ def checksum(body: str) -> str:
     return hashlib.sha256(body.encode()).hexdigest()
 
 
-def front_matter(card: Card) -> str:
+def front_matter(card: Card, config: LoraConfig) -> str:
     """YAML as the hub wants it: a base model only where it has a name there, a licence it knows or "other"."""
     licence = licences.identifier(card.licence or licences.UNKNOWN)
     named = licence in licences.HUB
@@ -85,25 +84,38 @@ def front_matter(card: Card) -> str:
     elif not named:
         licence, licence_name = "other", re.sub(r"[^a-z0-9.]+", "-", licence.lower()).strip("-")
     return ModelCardData(
-        library_name="peft", base_model=card.model if is_hub_id(card.model) else None, tags=TAGS,
+        library_name="peft", base_model=card.model if is_hub_id(card) else None,
+        tags=TAGS + ["lora"] * bool(config.target_modules),
         license=licence, license_name=licence_name,
     ).to_yaml()  # fmt: skip
 
 
-def is_hub_id(name: str) -> bool:
-    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name)) and not Path(name).exists()
+def is_hub_id(card: Card) -> bool:
+    """Whether others find the base model on the hub; records of before `local` are compared with this machine."""
+    local = Path(card.model).exists() if card.local is None else card.local
+    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", card.model)) and not local
 
 
-def method(card: Card) -> str:
-    return dedent(f"""\
-        # Restore adapter for {cell(Path(card.model).name or "a model without a name")}
-
-        A restore adapter of [RestoreKV]({PAPER}). A long context's KV cache is evicted once, before any question is
-        known. Before anything is dropped, {card.restore_tokens} restore tokens read the full cache in one pass through
-        the model with this LoRA, and leave {card.restore_tokens} key-value pairs in every layer and KV head. They take
-        their share of the same budget and bring back part of what eviction loses. The LoRA is in the model during that
-        pass alone; the model itself is unchanged.
-        """)
+def method(card: Card, config: LoraConfig) -> str:
+    """What the adapter does, as this very one does it."""
+    n, pairs = f"{card.restore_tokens} restore tokens", f"{card.restore_tokens} key-value pairs"
+    if card.restore_from == "evicted":
+        reads = f"This is a control of the paper: {n} read only what eviction has left"
+    else:
+        reads = f"Before anything is dropped, {n} read the full cache"
+    told = [
+        f"A restore adapter of [RestoreKV]({PAPER}).",
+        "A long context's KV cache is evicted once, before any question is known.",
+        f"{reads}, in one pass through the model {'with this' if config.target_modules else 'without a'} LoRA,",
+        f"and leave {pairs} in every layer and KV head.",
+        "They take their share of the same budget and are to bring back part of what eviction loses.",
+        "The LoRA is in the model during that pass alone; the" if config.target_modules else "The",
+        "model itself is unchanged.",
+    ]
+    if (card.settings or {}).get("nested") is True:
+        told.append(f"In training the first k of the {n} were used, k drawn anew each time, so the first k work alone.")
+    title = f"# Restore adapter for {cell(Path(card.model).name or 'a model without a name')}"
+    return f"{title}\n\n{fill(' '.join(told), 120, break_on_hyphens=False)}\n"
 
 
 def made_for(card: Card, config: LoraConfig) -> str:
@@ -112,7 +124,7 @@ def made_for(card: Card, config: LoraConfig) -> str:
     span = card.ratio_range and f"{card.ratio_range[0]:g} to {card.ratio_range[1]:g}"
     targets = config.target_modules
     rows = {
-        "base model": card.model,
+        "base model": f"{card.model}, a folder of whoever trained it" if card.local else card.model,
         "fingerprint of its weights": card.fingerprint,
         "RoPE": card.rope,
         "evictor": card.evictor,
@@ -137,25 +149,6 @@ def made_for(card: Card, config: LoraConfig) -> str:
     return "\n".join(lines)
 
 
-def training(card: Card) -> str:
-    settings = (
-        facts({key: "none" if value is None else value for key, value in card.settings.items()})
-        if card.settings
-        else f"{UNRECORDED.capitalize()}."
-    )
-    columns = ("source", "examples", "contexts", "licence")
-    data = (
-        table([{**dict.fromkeys(columns), **row} for row in card.data]) if card.data else f"{UNRECORDED.capitalize()}."
-    )
-    licence = card.licence or licences.UNKNOWN
-    told = f"Licence of this adapter: {licences.title(licence)}."
-    if card.data:
-        told += " It follows from the most restrictive one of the data, unless whoever published it chose another."
-    if licences.non_commercial(licence):
-        told += " Not for commercial use."
-    return f"## Training\n\n{settings}\n\n## Data and licence\n\n{data}\n\n{told}\n"
-
-
 def results(card: Card) -> str:
     found = table(card.results) if card.results else "None recorded."
     return f"## Results\n\n{found}\n"
@@ -173,22 +166,3 @@ def citation() -> str:
         }
         ```
         """)
-
-
-def facts(rows: dict[str, object]) -> str:
-    return table([{"": key.replace("_", " "), " ": value} for key, value in rows.items()])
-
-
-def table(rows: list[dict]) -> str:
-    """Columns in the order in which they first appear."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    lines = [columns, ["---"] * len(columns), *([row.get(key) for key in columns] for row in rows)]
-    return "\n".join("| " + " | ".join(cell(value) for value in line) + " |" for line in lines)
-
-
-def cell(value: object) -> str:
-    """Text for one cell of a table."""
-    if value is None:
-        return UNRECORDED
-    shown = value if isinstance(value, str) else json.dumps(value)
-    return " ".join(shown.split()).replace("|", "\\|").replace("<", "&lt;")

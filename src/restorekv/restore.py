@@ -26,7 +26,7 @@ from restorekv import adapter_file, hub, licences, model_card
 from restorekv.adapter_file import Card, Stored, plain
 from restorekv.errors import AdapterError, RestoreKVWarning
 from restorekv.lora import NAME, build
-from restorekv.models import CacheShape, decoder, model_fingerprint, model_name, rope_fingerprint
+from restorekv.models import BUNDLED, CacheShape, decoder, model_fingerprint, model_name, rope_fingerprint
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -81,8 +81,7 @@ class RestoreAdapter(nn.Module):
             task_type="CAUSAL_LM", base_model_name_or_path=model_name(model), inference_mode=True,
         )  # fmt: skip
         table = model.get_input_embeddings().weight.detach()
-        card = Card(model_name(model), model_fingerprint(model), rope_fingerprint(model.config), n)
-        card = replace(card, embeddings="learned" if fixed is None else "fixed")
+        card = replace(card_for(model, n), embeddings="learned" if fixed is None else "fixed")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             rows = torch.randint(len(table), (n,)) if fixed is None else torch.full((n,), fixed)
@@ -111,7 +110,7 @@ class RestoreAdapter(nn.Module):
                 f"The adapter {name} is for a model of width {hidden}, this one has {CacheShape.of(model).hidden}; "
                 "load the model it was trained for."
             )
-        fresh = Card(model_name(model), model_fingerprint(model), rope_fingerprint(model.config), n)
+        fresh = card_for(model, n)
         if stored.card is not None:
             check_model(name, stored.card, fresh)
         card = hub.with_origin(stored.card or fresh, name, folder, bare=stored.card is None)
@@ -279,6 +278,13 @@ class RestoreAdapter(nn.Module):
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         return {"embeddings": self.embeddings, **self.tensors}
+
+
+def card_for(model: PreTrainedModel, n: int) -> Card:
+    """What a model tells of itself."""
+    name = model_name(model)
+    local = name != BUNDLED and Path(name).is_dir()
+    return Card(name, model_fingerprint(model), rope_fingerprint(model.config), n, local=local)
 
 
 def check_model(name: str | Path, card: Card, own: Card) -> None:
