@@ -175,7 +175,7 @@ def made(folder: Path, mixture: str, files: dict[str, str]) -> tuple[list[dict],
 
 
 def closest(folders: list[Path], test: list[world.Document]) -> tuple[int, float]:
-    """How many different contexts were taken, and the largest share of 13-grams that one has in common with a test."""
+    """How many different contexts were taken, and the largest share of 13-grams in common with a test."""
     tests = Evaluations(((str(number), one.text) for number, one in enumerate(test)), 1e-6)
     texts = {row["context"] for folder in folders for file in folder.glob("*.parquet") for row in parquet_rows(file)}
     return len(texts), max((match[1] for text in texts if (match := tests.match(text))), default=0.0)
@@ -201,8 +201,8 @@ All {tests} test documents of the bundled suite are kept out. Copies of some are
 row 3 hides half of one behind another text, with other punctuation. Row 5 is no test document but one of another split
 of the suite: the suite's filler is {stories} stories that never change, so its documents share most 13-grams and all
 would be refused. The texts here therefore have sentences of the same grammar in an order of their own, and the
-threshold stays at the default ({share:g}). Of the {contexts} contexts taken, the one closest to the tests shares
-{closest:.1%} of its 13-grams with them.
+threshold stays at the default ({share:g}). By the same measure the closest to the tests of the {contexts} contexts
+taken has {closest:.1%} in common with them.
 
 | mixture | document | found in | share of 13-grams |
 |---|---|---|---:|
@@ -211,8 +211,8 @@ STUDY = """
 ## What the model asks
 
 The bundled model is tiny and was never trained to write questions: what it writes is mostly a piece of the text. The
-filters look at lengths only, so they keep it. Of {all} questions of both mixtures {marks} end with a question mark. As
-teacher data this is fit for testing the pipeline and for nothing else.
+filters look at lengths only and keep most of it. Of {all} questions of both mixtures {marks} end with a question mark.
+As teacher data this is fit for testing the pipeline and for nothing else.
 
 | kind | kept | different | with "?" | a question | its answer |
 |---|---:|---:|---:|---|---|
