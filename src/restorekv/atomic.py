@@ -1,5 +1,6 @@
 """Files that are written whole or not at all."""
 
+import glob
 import json
 import os
 from collections.abc import Iterator
@@ -26,12 +27,34 @@ def replacing(path: Path) -> Iterator[Path]:
     """Yields a name beside `path`; what was written there takes its place if the block ends well, else vanishes."""
     check_target(path)
     path = path.resolve()  # through a symbolic link, which stays
+    sweep(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sweep(path: Path) -> None:
+    """Removes what processes killed while they wrote `path` have left beside it."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        number = left.name[len(path.name) + 2 : -len(".tmp")]
+        if number.isdecimal() and not alive(int(number)):
+            left.unlink(missing_ok=True)
+
+
+def alive(process: int) -> bool:
+    """Whether a process of that number runs on this machine; where that cannot be asked, yes."""
+    if os.name != "posix":
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        pass
+    return True
 
 
 def write_json(path: Path, figures: object) -> None:
