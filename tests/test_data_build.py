@@ -22,7 +22,7 @@ from restorekv.data.config import BuildConfig
 from restorekv.data.mixture import read_mixture
 from restorekv.data.selfstudy import GLUE, KINDS, study
 from restorekv.data.sources import MIXTURES
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.models import model_fingerprint
 from restorekv.prompt import encode, make_context, question_ids
 
@@ -219,7 +219,8 @@ def test_evaluation_texts_are_refused_counted_and_named(files, model, tiny_token
     changed = tmp_path / "longalpaca.json"
     changed.write_text(json.dumps(source))
     config = settings({**files, "longalpaca": str(changed)}, documents=9, books=0, examples=0, longest=4000)
-    manifest = build(model, tiny_tokenizer, config, tmp_path / "data", [str(evaluation)])
+    with pytest.warns(RestoreKVWarning, match="LongAlpaca gave 2 of 9 documents, .* 2 in an evaluation set"):
+        manifest = build(model, tiny_tokenizer, config, tmp_path / "data", [str(evaluation)])
     told = manifest["sources"]["longalpaca"]
     assert told["dropped"]["in an evaluation set"] == 2
     assert told["refused"][0] == {
@@ -237,7 +238,8 @@ def test_evaluation_texts_are_refused_counted_and_named(files, model, tiny_token
 
 
 def test_the_permissive_mixture_has_free_licences_only(files, model, tiny_tokenizer, tmp_path):
-    manifest = build(model, tiny_tokenizer, settings(files, mixture="permissive", documents=9), tmp_path / "data")
+    with pytest.warns(RestoreKVWarning, match="Open papers gave 2 of 9 documents, all of"):
+        manifest = build(model, tiny_tokenizer, settings(files, mixture="permissive", documents=9), tmp_path / "data")
     assert set(manifest["licences"]) == {"cc-by-4.0", "public-domain", "apache-2.0", "odc-by"}
     assert manifest["sources"]["papers"]["dropped"] == {
         "licence cc-by-sa-4.0": 1, "licence Some rights": 1, "licence missing": 1
@@ -257,16 +259,104 @@ def test_a_begun_folder_takes_the_same_build_only(whole, files, model, tiny_toke
         build(model, tiny_tokenizer, settings(files), out, progress=stop)
     with pytest.raises(RestoreKVError, match="go on with --resume"):
         build(model, tiny_tokenizer, settings(files), out)
-    with pytest.raises(RestoreKVError, match="another config"):
-        build(model, tiny_tokenizer, settings(files, answer_tokens=7), out, resume=True)
-    with pytest.raises(RestoreKVError, match="another model"):
-        build(build_model("qwen3", seed=1), tiny_tokenizer, settings(files), out, resume=True)
+    others = write_jsonl(tmp_path / "new.jsonl", [{"context": "Else."}])
+    for folder in (out, whole):
+        changed = settings(files, answer_tokens=7, mixture="permissive")
+        with pytest.raises(
+            RestoreKVError, match=r"--mixture paper \(now permissive\), --answer-tokens 6 \(now 7\); give"
+        ):
+            build(model, tiny_tokenizer, changed, folder, resume=True)
+        with pytest.raises(RestoreKVError, match=r"the model's fingerprint \w+ \(now \w+\); give"):
+            build(build_model("qwen3", seed=1), tiny_tokenizer, settings(files), folder, resume=True)
+        with pytest.raises(RestoreKVError, match=r"--exclude nothing \(now new\.jsonl [0-9a-f]{8}\); give"):
+            build(model, tiny_tokenizer, settings(files), folder, [str(others)], resume=True)
     with pytest.raises(RestoreKVError, match="finish it with restorekv data build --resume"):
         read_mixture(out)
-    with pytest.raises(RestoreKVError, match="other settings"):
-        build(model, tiny_tokenizer, settings(files, seed=7), whole, resume=True)
     with pytest.raises(RestoreKVError, match="already holds"):
         build(model, tiny_tokenizer, settings(files), whole)
+
+
+def test_a_finished_folder_is_of_the_files_it_was_made_from(model, tiny_tokenizer, tmp_path):
+    source = write_jsonl(tmp_path / "flan.jsonl", [{"id": "a", "text": text("a", 40)}])
+    held_out = write_jsonl(tmp_path / "held_out.jsonl", [{"context": "Else."}])
+    out, config = tmp_path / "data", settings({"flan": str(source)}, documents=0, books=0, examples=1)
+
+    def again(exclude: list) -> dict:
+        return build(model, tiny_tokenizer, config, out, [str(path) for path in exclude], resume=True)
+
+    made = again([held_out])
+    assert again([held_out]) == made
+    with pytest.raises(RestoreKVError, match=r"--exclude held_out\.jsonl [0-9a-f]{8} \(now nothing\)"):
+        again([])
+    write_jsonl(held_out, [{"context": "Something else."}])
+    with pytest.raises(RestoreKVError, match=r"--exclude held_out\.jsonl (\w+) \(now held_out\.jsonl (?!\1)\w+\)"):
+        again([held_out])
+    write_jsonl(held_out, [{"context": "Else."}])
+    write_jsonl(source, [{"id": "a", "text": text("b", 40)}])
+    with pytest.raises(RestoreKVError, match=r"--flan flan\.jsonl (\w+) \(now flan\.jsonl (?!\1)\w+\)"):
+        again([held_out])
+
+
+def test_a_dataset_of_the_hub_stays_at_the_commit_it_was_made_from(model, tiny_tokenizer, tmp_path, monkeypatch):
+    commits = iter(["first", "second"])
+    monkeypatch.setattr(restorekv.data.build, "identity", lambda where: {"hub": "some/set", "revision": next(commits)})
+    monkeypatch.setattr(restorekv.data.build, "rows", lambda where, known: iter([{"text": text("a", 40)}]))
+    config = settings({"flan": "some/set"}, documents=0, books=0, examples=1)
+    made = build(model, tiny_tokenizer, config, tmp_path / "data")
+    assert build(model, tiny_tokenizer, config, tmp_path / "data", resume=True) == made
+    assert made["sources"]["flan"]["from"] == {"given": "some/set", "hub": "some/set", "revision": "first"}
+    with pytest.raises(RestoreKVError, match=r"--flan some/set \(now some/set@v2\)"):
+        build(model, tiny_tokenizer, settings({**vars(config), "flan": "some/set@v2"}), tmp_path / "data", resume=True)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("config.json", r"is not empty and holds no such data \(config\.json\); choose another"),
+        ("parts/mine", r"is not empty and holds no such data \(parts\)"),
+        ("build.json", "is damaged or not of restorekv; build into another folder"),
+        ("manifest.json", "damaged or no manifest of restorekv"),
+    ],
+)
+def test_a_foreign_folder_is_left_as_it_is(name, message, resume, files, model, tiny_tokenizer, tmp_path):
+    path = tmp_path / "theirs" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+    with pytest.raises(RestoreKVError, match=message):
+        build(model, tiny_tokenizer, settings(files), tmp_path / "theirs", resume=resume)
+    assert contents(tmp_path / "theirs") == {name: b"{}"}
+
+
+def test_what_a_kill_before_the_first_record_leaves_is_gone_on_with(model, tiny_tokenizer, tmp_path):
+    source = write_jsonl(tmp_path / "flan.jsonl", [{"id": "a", "text": text("a", 40)}])
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    (tmp_path / "data" / "parts").mkdir(parents=True)
+    (tmp_path / "data" / f".build.json.{dead.pid}.tmp").write_text("{")
+    config = settings({"flan": str(source)}, documents=0, books=0, examples=1)
+    with pytest.warns(RestoreKVWarning, match="nothing in .* to go on with; this is a new build"):
+        build(model, tiny_tokenizer, config, tmp_path / "data", resume=True)
+    assert set(contents(tmp_path / "data")) == {"manifest.json", "flan.parquet"}
+
+
+def test_what_is_less_than_wanted_is_told(files, model, tiny_tokenizer, tmp_path):
+    config = settings(files, documents=0, books=9, chunks=1, examples=9, longest=100_000)
+    with pytest.warns(RestoreKVWarning) as told:
+        made = build(model, tiny_tokenizer, config, tmp_path / "data")
+    words = [str(warning.message) for warning in told]
+    assert len(words) == 3 and words[0].startswith(f"--longest 100000 is lowered to {made['longest']}: ")
+    assert words[1] == f"PG-19 gave 3 of 9 books, all of {files['pg19']} (dropped: 1 no whole chunk)."
+    assert words[2].startswith("Tulu-3 FLAN gave 3 of 9 examples, all of ") and "1 too short" in words[2]
+
+
+def test_a_refused_book_is_replaced_by_the_next(files, model, tiny_tokenizer, tmp_path):
+    config = settings(files, documents=0, examples=0, chunk=200)
+    first = write_jsonl(tmp_path / "first.jsonl", [{"text": text(0, 130)}])
+    made = build(model, tiny_tokenizer, config, tmp_path / "data", [str(first)])["sources"]["pg19"]
+    assert made["dropped"] == {"in an evaluation set": 2, "no whole chunk": 1}
+    books = {context.document.split(" ")[0][-1] for context in read_mixture(tmp_path / "data")[0]}
+    assert books == {"2", "3"}
 
 
 def test_a_source_may_be_mended_but_not_exchanged_while_it_is_asked(files, model, tiny_tokenizer, tmp_path):

@@ -1,5 +1,6 @@
 """Every source is read from its true format, and the filters drop what they say."""
 
+import gzip
 import json
 import sys
 from pathlib import Path
@@ -12,12 +13,13 @@ from data_world import BY, BY_SA, book, messages, paper, settings, text, two_pap
 
 from restorekv.data import flan, longalpaca, open_papers, pg19
 from restorekv.data.document import Document, Dropped
-from restorekv.data.files import identity, rows
+from restorekv.data.files import identity
 from restorekv.data.filters import Lengths, fault_of_answer, fault_of_question
 from restorekv.data.overlap import Evaluations, evaluation_texts, words
+from restorekv.data.rows import rows
 from restorekv.data.selfstudy import tidy
 from restorekv.data.sources import LICENCES
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.licences import identifier, of_data
 
 LOCAL = {"files": []}
@@ -59,18 +61,21 @@ def test_the_last_marker_counts(instruction, kept):
 
 def test_books_are_cut_into_chunks_that_lie_in_them(files, tiny_tokenizer):
     made, dropped = read(pg19, files["pg19"], tiny_tokenizer)
-    assert dropped == ["no whole chunk"] and len(made) == 4
-    assert {item.name.split(" ")[0][-1] for item in made} == {"0", "2"}
+    assert dropped == ["no whole chunk"]
+    assert [(item.book, item.more) for item in made] == [
+        (f"row {n}", more) for n in (0, 2, 3) for more in (True, False)
+    ]
     for item in made:
-        whole = text(int(item.name.split(" ")[0][-1]), {"0": 130, "2": 120}[item.name.split(" ")[0][-1]])
+        book = item.name.split(" ")[0][-1]
+        whole = text(int(book), {"0": 130, "2": 120, "3": 110}[book])
         ids = tiny_tokenizer.encode(whole, add_special_tokens=False)
         number = int(item.name.rsplit(" ", 1)[1])
         assert item.text in whole and item.text == tiny_tokenizer.decode(ids[96 * number : 96 * (number + 1)])
     again, _ = read(pg19, files["pg19"], tiny_tokenizer)
     other, _ = read(pg19, files["pg19"], tiny_tokenizer, seed=3)
     assert again == made and other != made
-    every, _ = read(pg19, files["pg19"], tiny_tokenizer, chunks=1000, books=1)
-    assert "".join(item.text for item in every) in text(0, 130)
+    every, _ = read(pg19, files["pg19"], tiny_tokenizer, chunks=1000)
+    assert "".join(item.text for item in every if item.book == "row 0") in text(0, 130)
 
 
 def test_flan_is_the_first_words_of_the_user_in_its_own_subset(files, tiny_tokenizer):
@@ -98,6 +103,34 @@ def test_licences_are_found_in_every_form_and_known_to_the_model_card():
     assert of_data(settings({}).allowed) == "apache-2.0"
 
 
+ODD = [
+    (longalpaca, {"instruction": ["Now the paper ends."]}, "instruction"),
+    (longalpaca, {"instruction": 5}, "instruction"),
+    (longalpaca, {"text": "half a pair \ud800"}, "text"),
+    (flan, {"messages": "Why?"}, "messages"),
+    (flan, {"messages": ["Why?"]}, "messages"),
+    (flan, {"messages": [{"role": "user", "content": 7}]}, "content"),
+    (flan, {"source": 3, "messages": messages("Why?")}, "source"),
+    (open_papers, {"text": ["a", "b"], "metadata": {"license": BY}}, "text"),
+    (pg19, {"text": 1813}, "text"),
+]
+
+
+@pytest.mark.parametrize(("source", "row", "name"), ODD)
+def test_a_field_that_is_no_text_is_dropped_by_its_name(source, row, name, tiny_tokenizer):
+    assert list(source.documents(iter([row]), settings({}), tiny_tokenizer)) == [Dropped(f"field {name} is no text")]
+
+
+def test_the_text_parts_of_a_message_are_joined():
+    parts = [
+        {"type": "text", "text": "Look."},
+        {"type": "image", "image": None},
+        {"type": "text", "text": "What is it?"},
+    ]
+    made = list(flan.documents(iter([{"messages": messages(parts)}]), settings({}), None))
+    assert [item.text for item in made] == ["Look.\nWhat is it?"]
+
+
 @pytest.mark.parametrize("kind", ["json", "jsonl", "txt", "parquet", "folder"])
 def test_a_source_may_be_any_local_format(kind, tmp_path, tiny_tokenizer):
     texts = [text(n, 20) + "\n\u2028 end" for n in range(2)]
@@ -118,6 +151,30 @@ def test_a_source_may_be_any_local_format(kind, tmp_path, tiny_tokenizer):
     assert [row["text"] for row in rows(str(where), identity(str(where)))] == texts
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.json", b'[{"text": "a"}, {"text": "b"}]'),
+        ("a.json", b'{"text": "a"}\n{"text": "b"}\n'),
+        ("a.jsonl", b'{"text": "a"}\n\n{"text": "b"}'),
+        ("a.json.gz", gzip.compress(b'{"text": "a"}\n{"text": "b"}\n')),
+    ],
+)
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_json_is_read_in_every_form_with_a_bom_or_without(name, content, mark, tmp_path):
+    content = gzip.compress(mark + gzip.decompress(content)) if name.endswith("gz") else mark + content
+    (tmp_path / name).write_bytes(content)
+    assert list(rows(str(tmp_path / name), LOCAL)) == [{"text": "a"}, {"text": "b"}]
+    (tmp_path / "b.txt").write_bytes(mark + b"one\r\ntwo")
+    assert list(rows(str(tmp_path / "b.txt"), LOCAL)) == [{"text": "one\ntwo"}]
+
+
+def test_fields_of_mixed_types_stay_as_they_are(tmp_path):
+    given = [{"text": "a"}, {"text": ["b"]}, {"text": 3}]
+    (tmp_path / "a.json").write_text(json.dumps(given))
+    assert list(rows(str(tmp_path / "a.json"), LOCAL)) == given
+
+
 def test_a_dataset_of_the_hub_is_pinned_and_streamed(monkeypatch):
     asked = {}
     monkeypatch.setattr(
@@ -134,10 +191,23 @@ def test_a_dataset_of_the_hub_is_pinned_and_streamed(monkeypatch):
     ("name", "content", "message"),
     [
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl, line 2 is not JSON"),
-        ("a.jsonl", b'{"text": "a"}\n[1]\n', r"a\.jsonl, line 2 is not JSON"),
-        ("a.parquet", b"PAR1 no parquet", "Cannot read the dataset"),
-        ("a.json", b'[{"text": ', "Cannot read the dataset"),
-        ("a.txt", b"\xff\xfe\x00", "Cannot read the dataset"),
+        ("a.jsonl", b'{"text": "a"}\n\n[1]\n', r"a\.jsonl, line 3 is no JSON object"),
+        ("a.json", b'[{"text": "a"}, "b"]', r"a\.json, row 2 is no JSON object"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xe4"}\n', r"a\.jsonl, line 2 is not UTF-8"),
+        ("a.parquet", b"PAR1 no parquet", r"a\.parquet is damaged or no parquet file \(.*\); get"),
+        (
+            "a.json",
+            b'[{"text": "a"},\n{"text": ',
+            r"a\.json, line 2 is not JSON \(Expecting value\); .* fetch the file again",
+        ),
+        ("a.json", b'[{"text": "a"},\n{"text": "\xe4"}]', r"a\.json, line 2 is not UTF-8"),
+        ("a.json", b'{"text": "a"}\n{"text"', r"a\.json, line 2 is not JSON"),
+        ("a.json", b"[" * 100_000, r"a\.json, line 1 is not JSON"),
+        ("a.json.gz", gzip.compress(b'{"text": "a"}\n' * 9)[:-9], r"a\.json\.gz is damaged \(.*\); fetch it again"),
+        ("a.json.gz", b"not packed", r"a\.json\.gz is damaged \(.*\); fetch it again"),
+        ("a.parquet.gz", b"", r"a\.parquet\.gz is empty"),
+        ("a.txt", b"a\xff\xfe\x00", r"a\.txt is not UTF-8 text \(byte 1\)"),
+        *((f"a.{kind}", b"", rf"a\.{kind} is empty; fetch it again") for kind in ("json", "jsonl", "parquet", "txt")),
         ("a.csv", b"text\n", r"none of \.json"),
     ],
 )
@@ -163,10 +233,10 @@ def test_missing_files_and_unreachable_hubs_are_one_sentence(tmp_path, monkeypat
         identity(str(tmp_path / "empty"))
 
 
-def test_without_the_extra_the_mend_is_told(monkeypatch, files):
+def test_without_the_extra_the_mend_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(RestoreKVError, match=r"restorekv\[data\]"):
-        next(rows(files["flan"], LOCAL))
+        next(rows("some/set", {"hub": "some/set", "revision": "a"}))
 
 
 def test_filters_of_questions_answers_and_contexts(tiny_tokenizer):
@@ -229,6 +299,23 @@ def test_evaluation_texts_are_found_by_the_names_of_their_fields(tmp_path):
     found = list(evaluation_texts([str(folder)]))
     assert [words for _, words in found] == ["one", "two", "three\nfour", "five", "six"]
     assert found[1][0] == "a.jsonl, row 2"
+
+
+def test_in_a_folder_files_without_texts_are_passed_over_and_told(tmp_path):
+    folder = tmp_path / "evaluation"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"split": "test"}')
+    (folder / "empty.jsonl").write_text("")
+    with pytest.raises(RestoreKVError, match=r"evaluation has no evaluation text"):
+        list(evaluation_texts([str(folder)]))
+    (folder / "texts.json").write_bytes(b'\xef\xbb\xbf{"context": "one"}')
+    with pytest.warns(RestoreKVWarning) as told:
+        assert [words for _, words in evaluation_texts([str(folder)])] == ["one"]
+    assert [str(warning.message).split("/")[-1] for warning in told] == [
+        f"{name} has no evaluation text and is passed over." for name in ("config.json", "empty.jsonl")
+    ]
+    with pytest.raises(RestoreKVError, match=r"config\.json has no evaluation text"):
+        list(evaluation_texts([str(folder / "config.json")]))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ and takes their place, so a folder with a manifest is complete.
 from __future__ import annotations
 
 import json
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -19,16 +20,17 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.atomic import write_json
 from restorekv.bundled.suite import documents as suite
 from restorekv.data.config import BuildConfig
-from restorekv.data.files import identity, local_files, rows, sha256
+from restorekv.data.files import identity, local_files, sha256
 from restorekv.data.filters import room
-from restorekv.data.folder import PARTS, abandon, check_folder, clear, earlier, finished, start
+from restorekv.data.folder import PARTS, abandon, check_folder, check_same, clear, earlier, finished, start
 from restorekv.data.gather import Builder, Progress, account
 from restorekv.data.manifest import FORMAT, NAME, VERSION, model_facts, versions
 from restorekv.data.overlap import Evaluations, evaluation_texts
 from restorekv.data.parts import Parts
+from restorekv.data.rows import rows
 from restorekv.data.shard import write_shard
 from restorekv.data.sources import Source, sources
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, RestoreKVWarning
 
 
 def build(
@@ -42,13 +44,18 @@ def build(
 ) -> dict:
     """Makes the mixture in `out` and returns its manifest; texts of `exclude` and of the bundled suite are kept out."""
     check_folder(out, resume)
+    before = earlier(out)
+    check_same(out, before, {"config": asdict(config)})  # before a hub is asked
+    record = describe_run(model, tokenizer, config, exclude, before)
     if (out / NAME).is_file():
-        return finished(out, model, tokenizer, config)
+        return finished(out, before, record)
+    if resume and before is None:
+        tell(f"There is nothing in {out} to go on with; this is a new build.")
     texts = chain(suite_texts(tokenizer), evaluation_texts(list(exclude)))
     evaluations = Evaluations(texts, config.overlap)
     builder = Builder(model, tokenizer, config, evaluations, room(model, tokenizer, config), progress)
     check_room(builder)
-    record = start(out, describe_run(model, tokenizer, config, exclude, earlier(out)))
+    start(out, before, record)
     try:
         told = {source.name: make(builder, source, out, record) for source in sources(config)}
     except BaseException:
@@ -78,11 +85,19 @@ def make(builder: Builder, source: Source, out: Path, record: dict) -> dict:
     found = source.read(rows(where, known), builder.config, builder.tokenizer)
     got = builder.gather(source, found, Parts(out / PARTS / f"{source.name}.jsonl"))
     if not got.examples:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in (got.dropped + got.faults).items()) or "nothing"
-        raise RestoreKVError(f"{source.title} gave no example from {where} (dropped: {reasons}); check its format.")
+        raise RestoreKVError(
+            f"{source.title} gave no example from {where} (dropped: {got.reasons()}); check its format."
+        )
+    reached, wanted = got.reached(source), source.wanted(builder.config)
+    if reached < wanted:
+        tell(f"{source.title} gave {reached} of {wanted} {source.unit}, all of {where} (dropped: {got.reasons()}).")
     path = out / f"{source.name}.parquet"
     write_shard(path, got.examples)
     return {**account(source, got), "from": {"given": where, **known}, "file": described(path)}
+
+
+def tell(words: str) -> None:
+    warnings.warn(words, RestoreKVWarning, stacklevel=3)
 
 
 def described(path: Path) -> dict:
@@ -95,7 +110,7 @@ def suite_texts(tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
 
 
 def check_room(builder: Builder) -> None:
-    """Refuses sources whose shortest context the model cannot hold."""
+    """Refuses sources whose shortest context the model cannot hold; tells if the longest is none of those wanted."""
     for source in sources(builder.config):
         least = builder.config.chunk if source.name == "pg19" else source.shortest(builder.config)
         if least > builder.longest:
@@ -103,6 +118,11 @@ def check_room(builder: Builder) -> None:
                 f"{source.title} needs contexts of {least} tokens, and at most {builder.longest} fit with a question "
                 "and an answer; lower --shortest, --chunk or --flan-shortest."
             )
+    if builder.longest < builder.config.longest:
+        tell(
+            f"--longest {builder.config.longest} is lowered to {builder.longest}: with a question and an answer "
+            "the model has no positions for more."
+        )
 
 
 def describe_run(
@@ -113,8 +133,7 @@ def describe_run(
     for source in sources(config):
         where = getattr(config, source.name)
         begun = (before or {}).get("sources", {}).get(source.name, {})
-        same = before is not None and before["config"][source.name] == where and "hub" in begun
-        known[source.name] = begun if same else identity(where)
+        known[source.name] = begun if "hub" in begun else identity(where)
     kept_out = [
         {"name": file.name, "sha256": sha256(file)}
         for given in exclude if Path(given).exists() for file in local_files(Path(given))

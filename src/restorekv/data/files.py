@@ -1,18 +1,16 @@
-"""Rows of a dataset through the library `datasets`: of the hub, pinned to a commit, or of local files of that form."""
+"""Where a source lies: local files with their hashes, or a dataset of the hub, pinned to a commit."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 from restorekv.errors import RestoreKVError
 
-READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
-FORMATS = ", ".join(READERS)
+ENDINGS = (".json", ".jsonl", ".parquet", ".txt")
+FORMATS = ", ".join(ENDINGS)
 
 
 def optional(name: str) -> ModuleType:
@@ -32,10 +30,10 @@ def local_files(path: Path) -> list[Path]:
     """The file itself, or the files below a folder, sorted."""
     if path.is_file():
         found = [path]
-        if suffix(path) not in READERS:
+        if suffix(path) not in ENDINGS:
             raise RestoreKVError(f"{path} is none of {FORMATS}; convert it first.")
     else:
-        found = sorted(file for file in path.rglob("*") if file.is_file() and suffix(file) in READERS)
+        found = sorted(file for file in path.rglob("*") if file.is_file() and suffix(file) in ENDINGS)
     if not found:
         raise RestoreKVError(f"The folder {path} has no file that ends in {FORMATS}; give another.")
     return found
@@ -51,7 +49,7 @@ def identity(where: str) -> dict:
     path = Path(where)
     if path.exists():
         return {"files": [{"name": file.name, "sha256": sha256(file)} for file in local_files(path)]}
-    if path.is_absolute() or where.startswith(".") or suffix(path) in READERS or where.count("/") > 1:
+    if path.is_absolute() or where.startswith(".") or suffix(path) in ENDINGS or where.count("/") > 1:
         raise RestoreKVError(f"There is no file or folder {where}; check the path.")
     from huggingface_hub import HfApi
 
@@ -60,45 +58,6 @@ def identity(where: str) -> dict:
         return {"hub": name, "revision": HfApi().dataset_info(name, revision=revision or None).sha}
     except Exception as error:  # unreachable, unknown, gated: the hub's client raises many kinds
         raise unreadable(where, error) from error
-
-
-def rows(where: str, known: dict) -> Iterator[dict]:
-    """The rows of the split "train", one by one; a text file is one row {text}. `known` is the identity."""
-    library = optional("datasets")
-    library.logging.set_verbosity(library.logging.CRITICAL)
-    library.disable_progress_bars()
-    if "hub" in known:
-        yield from guarded(library, where, path=known["hub"], revision=known["revision"])
-        return
-    for file in local_files(Path(where)):
-        reader = READERS[suffix(file)]
-        options = {"sample_by": "document"} if reader == "text" else {}
-        yield from guarded(library, str(file), path=reader, data_files=[str(file)], **options)
-
-
-def guarded(library: ModuleType, where: str, **options: object) -> Iterator[dict]:
-    """Streams, so that a hub's dataset is fetched as far as it is needed."""
-    try:
-        yield from library.load_dataset(split="train", streaming=True, **options)
-    except Exception as error:  # damaged, foreign, unreachable: the readers' errors have no common kind
-        line = bad_line(Path(where))
-        if line:
-            raise RestoreKVError(f"{where}, line {line} is not JSON; mend the line.") from error
-        raise unreadable(where, error) from error
-
-
-def bad_line(path: Path) -> int | None:
-    """Number of the first line of a plain .jsonl file that is no JSON object."""
-    if path.suffix != ".jsonl" or not path.is_file():
-        return None
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                if line.strip() and not isinstance(json.loads(line), dict):
-                    return number
-            except ValueError:
-                return number
-    return None
 
 
 def unreadable(where: str, error: Exception) -> RestoreKVError:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.data.config import BuildConfig
-from restorekv.data.document import Document, Dropped
+from restorekv.data.document import Document, Dropped, document, no_text, text_of
 
 LICENCE = "odc-by"
 SUBSET = "flan_v2"
@@ -18,10 +18,18 @@ SUBSET = "flan_v2"
 def documents(found: Iterator[dict], config: BuildConfig, tokenizer: Tokenizer) -> Iterator[Document | Dropped]:
     """The first words of the user, in the file's order; a row of a text file is a whole prompt."""
     for index, row in enumerate(found):
-        if SUBSET not in (row.get("source") or SUBSET):
+        subset = text_of(row, "source") or SUBSET
+        if isinstance(subset, Dropped):
+            yield subset
+        elif SUBSET not in subset:
             yield Dropped("another subset")
-            continue
-        said = [part.get("content") for part in row.get("messages") or [] if part.get("role") == "user"]
-        prompt = row.get("text") or (said[0] if said else None) or ""
-        name = str(row.get("id") or f"row {index}")
-        yield Document(name, prompt, LICENCE) if prompt.strip() else Dropped("no prompt")
+        else:
+            name = str(row.get("id") or f"row {index}")
+            yield document(name, text_of(row, "text") or first_words(row.get("messages") or []), LICENCE, "no prompt")
+
+
+def first_words(messages: object) -> str | Dropped:
+    """Of the user."""
+    if not isinstance(messages, list) or not all(isinstance(part, dict) for part in messages):
+        return no_text("messages")
+    return next((text_of(part, "content") for part in messages if part.get("role") == "user"), "")

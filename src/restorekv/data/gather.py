@@ -28,10 +28,19 @@ class Gathered:
     examples: list[dict] = field(default_factory=list)
     read: int = 0
     contexts: int = 0
+    units: set = field(default_factory=set)
     dropped: Counter = field(default_factory=Counter)
     refused: list[dict] = field(default_factory=list)
     attempts: int = 0
     faults: Counter = field(default_factory=Counter)
+
+    def reached(self, source: Source) -> int:
+        """Of what is wanted of the source; a book counts if one of its chunks was asked about."""
+        return len(self.examples) if source.asked_once else len(self.units)
+
+    def reasons(self) -> str:
+        """What was dropped, in words."""
+        return ", ".join(f"{count} {reason}" for reason, count in (self.dropped + self.faults).items()) or "nothing"
 
 
 @dataclass(frozen=True)
@@ -58,9 +67,9 @@ class Builder:
                     attempts = ask(self.model, self.tokenizer, context, self.config)
                     parts.add(item, attempts)
                 self.take(source, item, context, attempts, got)
-                done = len(got.examples) if source.asked_once else got.contexts
-                self.progress(min(done, wanted), wanted, source.title)
-            if source.enough(self.config, got.contexts, len(got.examples)):
+                self.progress(min(got.reached(source), wanted), wanted, source.title)
+            more_of_a_book = isinstance(item, Document) and item.more
+            if got.reached(source) >= wanted and not more_of_a_book:
                 break
         return got
 
@@ -80,6 +89,7 @@ class Builder:
     def take(self, source: Source, item: Document, context: Context, attempts: list[dict], got: Gathered) -> None:
         """Attempts without a fault become examples."""
         got.contexts += 1
+        got.units.add(item.book or got.contexts)
         got.attempts += len(attempts)
         got.faults.update(attempt["fault"] for attempt in attempts if "fault" in attempt)
         shared = {"source": source.name, "document": item.name, "context": item.text, "licence": item.licence}

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.data.config import BuildConfig
-from restorekv.data.document import Document, Dropped
+from restorekv.data.document import Document, Dropped, document, text_of
 
 LICENCE = "cc-by-nc-4.0"
 END = re.compile(r"Now the [a-z ]{1,30} ends\.", re.IGNORECASE)
@@ -20,8 +20,7 @@ END = re.compile(r"Now the [a-z ]{1,30} ends\.", re.IGNORECASE)
 def documents(found: Iterator[dict], config: BuildConfig, tokenizer: Tokenizer) -> Iterator[Document | Dropped]:
     """In the file's order; a row of a text file is a whole document."""
     for index, row in enumerate(found):
-        text = row.get("text") or cut(row.get("instruction") or "")
-        yield Document(f"row {index}", text, LICENCE) if text.strip() else Dropped("no document")
+        yield document(f"row {index}", text_of(row, "text") or text_of(row, "instruction", cut), LICENCE)
 
 
 def cut(instruction: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.data.config import BuildConfig
-from restorekv.data.document import Document, Dropped
+from restorekv.data.document import Document, Dropped, document, text_of
 
 DEED = "https://creativecommons.org/licenses/"
 LABELS = {
@@ -31,10 +31,8 @@ def documents(found: Iterator[dict], config: BuildConfig, tokenizer: Tokenizer) 
         licence = LABELS.get(label)
         if licence not in config.allowed:
             yield Dropped(f"licence {licence or label[:60] or 'missing'}")
-        elif not (row.get("text") or "").strip():
-            yield Dropped("no document")
         else:
-            yield Document(str(row.get("id") or f"row {index}"), row["text"], licence)
+            yield document(str(row.get("id") or f"row {index}"), text_of(row, "text"), licence)
 
 
 def licence_label(row: dict) -> str:

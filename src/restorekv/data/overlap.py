@@ -8,18 +8,18 @@ stretch of 20 words) are taken for a coincidence.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import unicodedata
+import warnings
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
-from restorekv.data.files import local_files, suffix
-from restorekv.data.shard import parquet_rows
-from restorekv.errors import RestoreKVError
+from restorekv.data.files import local_files
+from restorekv.data.rows import values
+from restorekv.errors import RestoreKVError, RestoreKVWarning
 
 GRAM, LEAST = 13, 8
 BASE = np.uint64(0x9E3779B97F4A7C15)
@@ -87,42 +87,26 @@ class Evaluations:
 
 
 def evaluation_texts(paths: list[str]) -> Iterator[tuple[str, str]]:
-    """Texts of evaluation files or folders, named FILE, row N; the fields are known by their names, at any depth."""
+    """Texts of evaluation files or folders, named FILE, row N; the fields are known by their names, at any depth.
+
+    A file without any is refused, in a folder that has others it is passed over with a warning.
+    """
     for given in paths:
         if not Path(given).exists():
             raise RestoreKVError(f"There is no evaluation file or folder {given}; check the path.")
-        for file in local_files(Path(given)):
+        empty, files = [], local_files(Path(given))
+        for file in files:
             count = 0
-            for number, row in enumerate(file_rows(file), 1):
+            for number, (_, row) in enumerate(values(file), 1):
                 for text in texts_in(row):
                     count += 1
                     yield f"{file.name}, row {number}", text
-            if not count:
-                known = ", ".join(sorted(FIELDS))
-                raise RestoreKVError(f"{file} has no evaluation text; its fields must be named as one of {known}.")
-
-
-def file_rows(file: Path) -> Iterator[object]:
-    """JSON values of a file, or {"text": ...}; a bad line is named."""
-    kind = suffix(file)
-    if file.suffix == ".gz":
-        raise RestoreKVError(f"{file} is packed; unpack it first.")
-    if kind == ".parquet":
-        yield from parquet_rows(file)
-        return
-    try:
-        content = file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise RestoreKVError(f"The evaluation file {file} is not UTF-8 text; convert it first.") from error
-    if kind == ".txt":
-        yield {"text": content}
-        return
-    for number, line in enumerate(content.split("\n") if kind == ".jsonl" else [content], 1):
-        try:
-            found = json.loads(line) if line.strip() else []
-        except json.JSONDecodeError as error:
-            raise RestoreKVError(f"{file}, line {max(number, error.lineno)} is not JSON; mend the line.") from error
-        yield from found if isinstance(found, list) else [found]
+            empty += [] if count else [file]
+        if len(empty) == len(files):
+            known = ", ".join(sorted(FIELDS))
+            raise RestoreKVError(f"{given} has no evaluation text; its fields must be named as one of {known}.")
+        for file in empty:
+            warnings.warn(f"{file} has no evaluation text and is passed over.", RestoreKVWarning, stacklevel=2)
 
 
 def texts_in(value: object, wanted: bool = False) -> Iterator[str]:

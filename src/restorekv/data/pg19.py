@@ -10,27 +10,26 @@ from collections.abc import Iterator
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.data.config import BuildConfig
-from restorekv.data.document import Document, Dropped
+from restorekv.data.document import Document, Dropped, text_of
 from restorekv.errors import RestoreKVError
 
 LICENCE = "apache-2.0"
 
 
 def documents(found: Iterator[dict], config: BuildConfig, tokenizer: Tokenizer) -> Iterator[Document | Dropped]:
-    """Chunks of the first `config.books` books, in the file's order."""
-    taken = 0
+    """Chunks of every book, in the file's order; who takes them stops after a book."""
     for index, row in enumerate(found):
-        pieces = list(chunks(tokenizer, row.get("text") or "", config.chunk))
+        text = text_of(row, "text")
+        pieces = [] if isinstance(text, Dropped) else list(chunks(tokenizer, text, config.chunk))
         if not pieces:
-            yield Dropped("no whole chunk")
+            yield text if isinstance(text, Dropped) else Dropped("no whole chunk")
             continue
         name = str(row.get("url") or row.get("short_book_title") or f"row {index}")
-        drawn = random.Random(f"{config.seed} {index}").sample(range(len(pieces)), min(config.chunks, len(pieces)))
-        for number in sorted(drawn):
-            yield Document(f"{name} chunk {number}", pieces[number], LICENCE)
-        taken += 1
-        if taken == config.books:
-            return
+        rng = random.Random(f"{config.seed} {index}")
+        drawn = sorted(rng.sample(range(len(pieces)), min(config.chunks, len(pieces))))
+        for number in drawn:
+            more = number != drawn[-1]
+            yield Document(f"{name} chunk {number}", pieces[number], LICENCE, book=f"row {index}", more=more)
 
 
 def chunks(tokenizer: Tokenizer, text: str, size: int) -> Iterator[str]:

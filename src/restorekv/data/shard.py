@@ -37,5 +37,6 @@ def parquet_rows(path: Path, columns: tuple[str, ...] | None = None) -> Iterator
             raise RestoreKVError(f"{path} lacks the column {missing[0]}; build the data again.")
         for batch in file.iter_batches(256, columns=list(columns) if columns else None):
             yield from batch.to_pylist()
-    except (arrow.ArrowException, OSError) as error:
-        raise RestoreKVError(f"{path} is damaged or no parquet file; get or build it again.") from error
+    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        reason = str(error).splitlines()[0].split(". ")[0].rstrip(".")
+        raise RestoreKVError(f"{path} is damaged or no parquet file ({reason}); get or build it again.") from error

@@ -17,24 +17,23 @@ LICENCES = {longalpaca.LICENCE, pg19.LICENCE, flan.LICENCE, *open_papers.LABELS.
 
 @dataclass(frozen=True)
 class Source:
-    """`name` is its setting in BuildConfig; `wanted` counts contexts, or examples where `asked_once`."""
+    """`name` is its setting in BuildConfig; `wanted` counts `unit`: documents, books, or examples if `asked_once`."""
 
     name: str
     title: str
     read: Reader
     wanted: Callable[[BuildConfig], int]
     shortest: Callable[[BuildConfig], int]
+    unit: str = "documents"
     asked_once: bool = False
-
-    def enough(self, config: BuildConfig, contexts: int, examples: int) -> bool:
-        return (examples if self.asked_once else contexts) >= self.wanted(config)
 
 
 LONGALPACA = Source("longalpaca", "LongAlpaca", longalpaca.documents, lambda c: c.documents, lambda c: c.shortest)
 PAPERS = Source("papers", "Open papers", open_papers.documents, lambda c: c.documents, lambda c: c.shortest)
-PG19 = Source("pg19", "PG-19", pg19.documents, lambda c: c.books * c.chunks, lambda c: 1)
-FLAN = Source("flan", "Tulu-3 FLAN", flan.documents, lambda c: c.examples, lambda c: c.flan_shortest, asked_once=True)
+PG19 = Source("pg19", "PG-19", pg19.documents, lambda c: c.books, lambda c: 1, "books")
+FLAN = Source("flan", "Tulu-3 FLAN", flan.documents, lambda c: c.examples, lambda c: c.flan_shortest, "examples", True)
 MIXTURES = {"paper": (LONGALPACA, PG19, FLAN), "permissive": (PAPERS, PG19, FLAN)}
+ASKED_ONCE = {source.name for mixture in MIXTURES.values() for source in mixture if source.asked_once}
 
 
 def sources(config: BuildConfig) -> tuple[Source, ...]:
