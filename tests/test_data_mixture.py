@@ -16,7 +16,7 @@ from data_world import flags, messages, paper, settings, text, write_jsonl, writ
 import restorekv.cli.data
 from restorekv.data.build import build
 from restorekv.data.config import BuildConfig
-from restorekv.data.mixture import MixtureContext, read_mixture
+from restorekv.data.mixture import MixtureContext, read_mixture, record
 from restorekv.data.table import PAPER, figures
 from restorekv.errors import RestoreKVError
 
@@ -139,6 +139,31 @@ def test_data_of_another_model_or_tokenizer_is_refused(made, tiny_tokenizer):
         tiny_tokenizer.chat_template = template
     with pytest.raises(RestoreKVError, match="more than 50"):
         read_mixture(made, longest=50)
+
+
+def test_the_record_tells_origin_counts_and_who_wrote(made, files):
+    manifest = read_mixture(made)[1]
+    told = record(manifest)
+    assert json.loads(json.dumps(told)) == told
+    assert [row["source"] for row in told] == ["LongAlpaca", "PG-19", "Tulu-3 FLAN"]
+    rows = pq.read_table(made / "pg19.parquet").to_pylist()
+    assert told[1] == {
+        "source": "PG-19",
+        "dataset": "pg19.parquet",
+        "sha256": hashlib.sha256(Path(files["pg19"]).read_bytes()).hexdigest(),
+        "seed": 0,
+        "contexts": len({row["context"] for row in rows}),
+        "examples": len(rows),
+        "licences": {"apache-2.0": len(rows)},
+        "made": "questions and answers by the model itself",
+    }
+    assert told[2]["made"] == "answers by the model itself"
+    one, two = {"name": "a.txt", "sha256": "1f"}, {"name": "b.txt", "sha256": "2e"}
+    manifest["sources"]["pg19"]["from"] = {"given": "/home/me/books", "files": [one, two]}
+    manifest["sources"]["flan"]["from"] = {"given": "a/b@v1", "hub": "a/b", "revision": "c0ffee"}
+    _, books, flan = record(manifest)
+    assert (books["dataset"], books["sha256"]) == ("2 files", hashlib.sha256(b"1f2e").hexdigest())
+    assert (flan["dataset"], flan["revision"]) == ("a/b", "c0ffee") and "/home" not in json.dumps([books, flan])
 
 
 def test_the_table_counts_samples(made):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -14,7 +15,7 @@ from restorekv.data.files import sha256
 from restorekv.data.manifest import check_model, read_manifest
 from restorekv.data.selfstudy import KINDS, PROMPT
 from restorekv.data.shard import COLUMNS, NUMBERS, TEXTS, parquet_rows
-from restorekv.data.sources import LICENCES
+from restorekv.data.sources import ASKED_ONCE, LICENCES
 from restorekv.errors import RestoreKVError
 
 
@@ -63,6 +64,29 @@ def read_mixture(
             raise RestoreKVError(f"{path} is not the file that the manifest tells of; get or build the data again.")
         found += contexts(rows)
     return found, manifest
+
+
+def record(manifest: dict) -> list[dict]:
+    """A short account of every source for other records, as an adapter's card: plain JSON, without local paths.
+
+    `dataset` is a hub id with `revision`, or a file's name with `sha256`; of several files it tells how many there are,
+    and the hash is that of their hashes, in order.
+    """
+    told = []
+    for name, source in manifest["sources"].items():
+        origin, asked = source.get("from", {}), "answers" if name in ASKED_ONCE else "questions and answers"
+        files = origin.get("files", [])
+        if "hub" in origin:
+            dataset = {"dataset": origin["hub"], "revision": origin["revision"]}
+        elif len(files) == 1:
+            dataset = {"dataset": files[0]["name"], "sha256": files[0]["sha256"]}
+        else:
+            joined = "".join(file["sha256"] for file in files)
+            dataset = {"dataset": f"{len(files)} files", "sha256": hashlib.sha256(joined.encode()).hexdigest()}
+        counts = {key: source[key] for key in ("contexts", "examples", "licences")}
+        made = f"{asked} by the model itself"
+        told.append({"source": source["title"], **dataset, "seed": manifest["seed"], **counts, "made": made})
+    return told
 
 
 def contexts(rows: list[dict]) -> Iterator[MixtureContext]:
