@@ -123,14 +123,20 @@ def test_the_mismatched_adapter_is_used_with_the_other_evictor():
 # ---- arithmetic
 
 
+def by_hand(scores: np.ndarray, stream: int) -> np.ndarray:
+    """Scores (seeds, documents, 2 families) in points, resampled: documents first, then seeds."""
+    drawn = resamples(6, 0)
+    each = np.stack([100 * ((drawn @ own) / drawn.sum(1, keepdims=True)).mean(1) for own in scores])
+    chosen = np.random.default_rng(stream).integers(len(each), size=each.shape)
+    return np.array([each[chosen[:, draw], draw].mean() for draw in range(each.shape[1])])
+
+
 def test_a_score_is_the_mean_over_seeds_of_each_question():
     runs = made_runs([0, 1, 2])
     scored, scores = figures.scored(runs, 0.1), table(runs, 0.1)
-    mean, low, high = interval(scored.answers)
+    mean, low, high = figures.margin({"one": 1}, {"one": scored})
     assert mean == pytest.approx(100 * scores.mean())
-    drawn = resamples(6, 0)
-    by_hand = 100 * ((drawn @ scores.mean(0)) / drawn.sum(1, keepdims=True)).mean(1)
-    assert (low, high) == pytest.approx(tuple(np.percentile(by_hand, (2.5, 97.5))))
+    assert (low, high) == pytest.approx(tuple(np.percentile(by_hand(scores, 0), (2.5, 97.5))))
     points = 100 * scores.mean((1, 2))
     assert list(scored.seeds.values()) == pytest.approx(points)
     assert scored.std == pytest.approx(points.std(ddof=1))
@@ -141,13 +147,30 @@ def test_a_margin_is_paired():
     one, other = made_runs([0, 1, 2]), made_runs([0])
     scores = {"one": figures.scored(one, 0.2), "other": figures.scored(other, 0.2)}
     mean, low, high = figures.margin({"one": 1, "other": -0.4}, scores)
-    gap = table(one, 0.2).mean(0) - 0.4 * table(other, 0.2)[0]
-    assert mean == pytest.approx(100 * gap.mean())
-    drawn = resamples(6, 0)
-    assert (low, high) == pytest.approx(tuple(np.percentile(100 * (drawn @ gap / 6).mean(1), (2.5, 97.5))))
-    assert figures.margin({"one": 1, "other": -1}, scores) == pytest.approx(
-        interval(scores["one"].answers, scores["other"].answers)
+    assert mean == pytest.approx(100 * (table(one, 0.2).mean() - 0.4 * table(other, 0.2).mean()))
+    draws = by_hand(table(one, 0.2), 0) - 0.4 * by_hand(table(other, 0.2), 1)
+    assert (low, high) == pytest.approx(tuple(np.percentile(draws, (2.5, 97.5))))
+    single = {"one": figures.scored(made_runs([1]), 0.2), "other": scores["other"]}
+    assert figures.margin({"one": 1, "other": -1}, single) == pytest.approx(
+        interval(single["one"].runs[0], single["other"].runs[0])
     )
+
+
+def test_seeds_that_differ_widen_the_interval():
+    """Two variants that are the same but for their seeds, which lie 6 points apart: nothing may be concluded."""
+
+    def shifted(points):
+        return {seed: {0.1: [replace(a, score=a.score + by / 100) for a in made_runs([0])[0][0.1]]}
+                for seed, by in enumerate(points)}  # fmt: skip
+
+    scores = {"one": figures.scored(shifted((3, 3, -3)), 0.1), "other": figures.scored(shifted((-3, -3, 3)), 0.1)}
+    value, low, high = figures.margin({"one": 1, "other": -1}, scores)
+    assert value == pytest.approx(2) and low < -1 and high > 5
+
+
+def test_three_seeds_say_little_of_a_deviation():
+    std, low, high = figures.spread(figures.scored(made_runs([0, 1, 2]), 0.1))
+    assert low / std == pytest.approx(0.52, abs=0.01) and high / std == pytest.approx(6.28, rel=0.03)
 
 
 def test_other_questions_are_refused():
@@ -210,7 +233,7 @@ def test_a_sweep_from_nothing_and_again(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "runs"
     call(folder, "offset", *SMALL)
     text = (folder / "ablations.md").read_text()
-    assert text.count("\n## ") == len(EVERY) + 1 and "**Not run yet** (16 of 19)" in text
+    assert text.count("\n## ") == len(EVERY) + 1 and "**Not run yet** (17 of 20)" in text
     kept = json.loads((folder / "results" / "ablations.json").read_text())["sweeps"]
     rows = kept["offset"]["rows"]
     assert set(rows) == {"base", "offset", "full"} and set(kept["tokens"]["rows"]) == {"base", "n3"}
@@ -288,9 +311,13 @@ def test_saved_settings_may_lack_later_fields(tmp_path):
 
 
 def test_only_the_published_runs_go_to_docs(tmp_path):
-    assert run.default_out(run.setup_of(run.parsed([str(tmp_path)]))) == run.DOCS
-    for more in (("--steps", "2"), ("--model", "elsewhere"), ("--documents", "5"), ("--evictor", "snapkv")):
-        assert run.default_out(run.setup_of(run.parsed([str(tmp_path), *more]))) == tmp_path
+    def out(*more):
+        options = run.parsed([str(tmp_path), *more])
+        return run.default_out(run.setup_of(options), options.seeds)
+
+    assert out() == run.DOCS
+    others = ("--steps", "2"), ("--model", "elsewhere"), ("--documents", "5"), ("--evictor", "snapkv"), ("--seeds", "0")
+    assert {out(*more) for more in others} == {tmp_path}
     other = run.setup_of(run.parsed([str(tmp_path), "--model", "elsewhere"]))
     assert other.settings == TrainConfig(), "the paper's settings for any other model"
 

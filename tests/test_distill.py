@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import build_model
 
 from restorekv.train import distill
 from restorekv.train.distill import answer_rows, divergence, from_hidden, matching, reduced
@@ -32,13 +33,15 @@ def test_equal_logits_cost_nothing_and_the_teacher_gets_no_gradient():
 
 def test_blocks_of_rows_give_the_same_loss_and_gradient(monkeypatch):
     torch.manual_seed(3)
-    head, teacher, hidden = torch.nn.Linear(8, 30, bias=False), torch.randn(11, 8), torch.randn(11, 8)
+    model = build_model("llama")
+    head, width = model.lm_head, model.config.hidden_size
+    teacher, hidden = torch.randn(11, width), torch.randn(11, width)
     expected = divergence(head(teacher), head(hidden))
     found = []
-    for logits in (2**24, 30 * 4):
+    for logits in (2**24, model.config.vocab_size * 4):
         monkeypatch.setattr(distill, "LOGITS", logits)
         leaf = hidden.clone().requires_grad_(True)
-        loss = from_hidden(head, teacher, leaf)
+        loss = from_hidden(model, teacher, leaf)
         loss.sum().backward()
         torch.testing.assert_close(loss, expected)
         found.append(leaf.grad)

@@ -1,5 +1,6 @@
 """What is kept between steps and runs changes no loss, and nothing stale is read."""
 
+import copy
 import csv
 import shutil
 from dataclasses import replace
@@ -9,13 +10,14 @@ import pytest
 import torch
 from conftest import build_model
 from test_train import CONFIG, EXAMPLES
+from tokenizers import normalizers
 
 from restorekv.errors import RestoreKVError
 from restorekv.models import load_model
 from restorekv.train import lessons as lessons_module
 from restorekv.train import store as store_module
 from restorekv.train.data import bundled_examples
-from restorekv.train.lessons import Lessons
+from restorekv.train.lessons import Lessons, facts
 from restorekv.train.loop import train
 
 LIVE = replace(CONFIG, keep=0)
@@ -78,6 +80,19 @@ def test_nothing_stale_is_read(tiny_tokenizer, tmp_path, change):
     assert torch.equal(prepared.scores, fresh.scores)
     for one, other in zip(taught, expected, strict=True):
         assert torch.equal(one.ids, other.ids) and torch.equal(one.hidden, other.hidden)
+
+
+@pytest.mark.parametrize("change", ["stop ids", "tokenizer", "config"])
+def test_whatever_the_answers_and_scores_depend_on_is_in_the_key(tiny_tokenizer, tmp_path, change):
+    first = facts(build_model("qwen3"), tiny_tokenizer)
+    model, tokenizer = build_model("qwen3", **({"rms_norm_eps": 0.3} if change == "config" else {})), tiny_tokenizer
+    if change == "stop ids":
+        model.generation_config.eos_token_id = [2, 7]
+    elif change == "tokenizer":
+        tokenizer = copy.deepcopy(tiny_tokenizer)
+        tokenizer.backend_tokenizer.normalizer = normalizers.Replace("e", "a")
+    other = facts(model, tokenizer)
+    assert first != other and first == facts(build_model("qwen3"), tiny_tokenizer)
 
 
 def test_answers_of_this_very_model_are_taken_as_they_are(tiny_model, tiny_tokenizer):

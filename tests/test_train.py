@@ -5,11 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import build_model
+from conftest import SHAPE, build_model
 from safetensors.torch import load_file, save_file
+from transformers import CohereForCausalLM, GraniteForCausalLM
 
+from restorekv import attention
 from restorekv.attention import cascade
 from restorekv.errors import RestoreKVError, RestoreKVWarning
+from restorekv.models import logits, longest
 from restorekv.prepared import Prepared
 from restorekv.prompt import make_context
 from restorekv.train import teacher as teacher_module
@@ -20,7 +23,8 @@ from restorekv.train.data import check_lengths, read_examples
 from restorekv.train.distill import divergence
 from restorekv.train.example import Example, sources
 from restorekv.train.lessons import Lessons
-from restorekv.train.loop import draw, fresh_adapter, train
+from restorekv.train.loop import fresh_adapter, train
+from restorekv.train.visit import Visit, draw
 
 TEXT = "the code of the red house is seven; who lives in the blue house? the blue house is the code of who. " * 2
 EXAMPLES = [
@@ -118,7 +122,7 @@ def test_without_restoring_the_student_is_the_base_evictor(tiny_model, tiny_toke
 def test_the_first_figures_are_those_of_the_full_cache_and_of_the_evictor_alone(tiny_model, tiny_tokenizer):
     lessons = Lessons(tiny_model, tiny_tokenizer, EXAMPLES, CONFIG)
     adapter = fresh_adapter(tiny_model, tiny_tokenizer, CONFIG)
-    found = check(adapter, lessons, 1)
+    found = check(adapter, lessons, Visit(1, (0, 1), "0.400000", 2))
     prepared, taught = lessons[1]
     rows, answers = [lesson.ids for lesson in taught], [lesson.answer for lesson in taught]
     teacher = tiny_model.lm_head(torch.cat([lesson.hidden for lesson in taught]))
@@ -251,6 +255,65 @@ def test_no_clipping_is_not_no_training(tiny_tokenizer, tmp_path):
         torch.equal(a, b) for a, b in zip(free.trainable_state().values(), wide.trainable_state().values(), strict=True)
     )
     assert any("lora_B" in name and value.any() for name, value in free.trainable_state().items())
+
+
+def test_half_precision_that_loses_gradients_is_refused(tiny_tokenizer, tmp_path):
+    with pytest.raises(RestoreKVError, match="vanish in float16"):
+        train(build_model("llama").half(), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("kind", "extra"),
+    [
+        (GraniteForCausalLM, {"logits_scaling": 8.0, "attention_multiplier": 0.3}),
+        (CohereForCausalLM, {"logit_scale": 0.0625}),
+    ],
+)
+def test_the_loss_is_that_of_the_models_own_logits(tiny_tokenizer, tmp_path, kind, extra):
+    torch.manual_seed(0)
+    model = kind(kind.config_class(**{**SHAPE, "eos_token_id": 2, **extra})).eval().requires_grad_(False)
+    attention.install(model)
+    lessons = Lessons(model, tiny_tokenizer, EXAMPLES, CONFIG)
+    prepared, taught = lessons[0]
+    for lesson in taught:
+        ids = torch.cat([prepared.context.ids[0], lesson.ids])[None]
+        plain = model(ids).logits[0, -lesson.answer - 1 : -1]
+        torch.testing.assert_close(logits(model, lesson.hidden), plain, rtol=1e-4, atol=1e-4)
+    train(model, tiny_tokenizer, EXAMPLES, replace(CONFIG, steps=1), tmp_path / "run")
+
+
+def test_a_head_of_another_kind_is_found_before_the_first_step(tiny_tokenizer, tmp_path, monkeypatch):
+    model = build_model("llama")
+    whole = type(model).forward
+
+    def bent(self, *args, **kwargs):
+        out = whole(self, *args, **kwargs)
+        out.logits = out.logits * 0.1
+        return out
+
+    monkeypatch.setattr(type(model), "forward", bent)
+    with pytest.raises(RestoreKVError, match="not those of this model"):
+        train(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
+
+
+def test_a_stretched_rope_has_more_positions():
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "rope_theta": 1e4}
+    assert longest(build_model("llama", rope_parameters=rope).config) == 16384
+    assert longest(build_model("llama").config) == 4096
+
+
+def test_many_questions_are_read_a_few_at_a_time(tiny_model, tiny_tokenizer, monkeypatch):
+    many = Example(TEXT, tuple(f"is {word} red?" for word in "abcdefg"), (" seven",) * 7)
+    whole = Lessons(tiny_model, tiny_tokenizer, [many], CONFIG)[0][1]
+    widths = []
+    inner = teacher_module.answer_pass
+    monkeypatch.setattr(teacher_module, "BATCH", 3)
+    monkeypatch.setattr(teacher_module, "answer_pass", lambda *args: (widths.append(len(args[2])), inner(*args))[1])
+    parts = Lessons(tiny_model, tiny_tokenizer, [many], CONFIG)[0][1]
+    assert max(widths) == 3
+    for one, other in zip(whole, parts, strict=True):
+        assert torch.equal(one.ids, other.ids)
+        torch.testing.assert_close(one.hidden, other.hidden, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("change", ["model", "data", "dtype", "lr"])

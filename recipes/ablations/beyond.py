@@ -6,20 +6,18 @@ from ablations.sweep import RATIOS, Sweep, Variant, alone, whole
 
 from restorekv.train.config import TrainConfig
 
-VARIANTS = {
-    "log": ("r drawn evenly in its logarithm", {"ratio_law": "log-uniform"}),
-    "hidden": ("hidden states matched too", {"hidden_weight": 1.0}),
-}
-
 
 def sweep(settings: TrainConfig) -> Sweep:
-    """Every variant changes one setting; the paper has no figures for them. What else was tried: docs/LOG.md."""
-    own = {key: Variant(label, train) for key, (label, train) in VARIANTS.items()}
-    return Sweep(
-        title="Beyond the paper",
-        table="",
-        ratios=RATIOS,
-        variants={"base": alone(settings, {}), "full": whole(settings, {}), **own},
-        reference="full",
-        claims=(),
-    )
+    """The paper has no figures for them. What else was tried: docs/LOG.md."""
+    more = {"restore_tokens": 8, "steps": 2 * settings.steps, "contexts": 2 * settings.contexts}
+    variants = {
+        "base": alone(settings, {}),
+        "full": whole(settings, {}),
+        "log": Variant("r drawn evenly in its logarithm", {"ratio_law": "log-uniform"}),
+        "hidden": Variant("hidden states matched too", {"hidden_weight": 1.0}),
+        "eight": Variant("n = 8, as in the paper", {"restore_tokens": 8}),
+        "long": Variant("n = 8, twice the steps of twice the contexts", more),
+    }
+    if settings.restore_tokens == 8:
+        del variants["eight"]
+    return Sweep("Beyond the paper", "", RATIOS, variants, "full", ())

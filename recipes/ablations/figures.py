@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
 from ablations.sweep import Claim, Sweep
 
 from restorekv.errors import RestoreKVError
-from restorekv.evaluate import Answer, interval, mean_score
+from restorekv.evaluate import Answer, mean_score, resamples, tally
 
 Runs = Mapping[int | None, Mapping[float, Sequence[Answer]]]  # answers by seed and ratio
 
 
 @dataclass(frozen=True)
 class Score:
-    """A variant at a ratio: the mean over seeds of every question's score, and every seed's own score."""
+    """A variant at a ratio: the answers of every seed, and every seed's own score."""
 
-    answers: list[Answer]
+    runs: list[Sequence[Answer]]
     seeds: dict[int | None, float]
+
+    @property
+    def points(self) -> float:
+        """The mean over the seeds."""
+        return float(np.mean(list(self.seeds.values())))
 
     @property
     def std(self) -> float | None:
@@ -29,17 +34,27 @@ class Score:
 
 
 def scored(runs: Runs, ratio: float) -> Score:
-    """Question by question the mean over seeds."""
-    return Score(
-        pooled([answers[ratio] for answers in runs.values()]),
-        {seed: mean_score(answers[ratio]) for seed, answers in runs.items()},
-    )
+    """From the answers at one ratio. Raises RestoreKVError if the runs asked different questions."""
+    asked = [answers[ratio] for answers in runs.values()]
+    same_questions(asked)
+    return Score(asked, {seed: mean_score(answers[ratio]) for seed, answers in runs.items()})
 
 
-def pooled(runs: Sequence[Sequence[Answer]]) -> list[Answer]:
-    """Each question once, with the mean of its scores. Raises RestoreKVError if the runs asked different questions."""
-    same_questions(runs)
-    return [replace(asked[0], score=float(np.mean([a.score for a in asked]))) for asked in zip(*runs, strict=True)]
+def resampled(score: Score, stream: int) -> np.ndarray:
+    """The score in points of as many resampled sets of documents, each with as many resampled seeds: (RESAMPLES,).
+
+    Documents are drawn alike for every variant, so that differences are paired; seeds are each variant's own.
+    """
+    by_seed = []
+    for run in score.runs:
+        sums, counts = tally(run)
+        drawn = resamples(len(counts), 0)
+        totals = drawn @ counts
+        families = np.where(totals > 0, drawn @ sums / np.maximum(totals, 1), np.nan)
+        by_seed.append(100 * np.nanmean(families, axis=1))
+    seeds, draws = len(by_seed), len(by_seed[0])
+    chosen = np.random.default_rng(stream).integers(seeds, size=(seeds, draws))
+    return np.stack(by_seed)[chosen, np.arange(draws)].mean(0)
 
 
 def same_questions(runs: Sequence[Sequence[Answer]]) -> None:
@@ -49,17 +64,20 @@ def same_questions(runs: Sequence[Sequence[Answer]]) -> None:
 
 
 def margin(weights: Mapping[str, float], scores: Mapping[str, Score]) -> tuple[float, float, float]:
-    """A weighted sum of scores in points with its 95 % interval: every resampled document counts for all variants.
+    """A weighted sum of scores in points with its 95 % interval, a bootstrap over documents and seeds."""
+    same_questions([scores[name].runs[0] for name in weights])
+    value = sum(weight * scores[name].points for name, weight in weights.items())
+    draws = sum(weight * resampled(scores[name], stream) for stream, (name, weight) in enumerate(weights.items()))
+    low, high = np.percentile(draws, (2.5, 97.5))
+    return value, float(low), float(high)
 
-    Scores are means, so the sum of the scores is the score of the summed answers.
-    """
-    runs = [scores[name].answers for name in weights]
-    same_questions(runs)
-    summed = [
-        replace(asked[0], score=sum(w * a.score for w, a in zip(weights.values(), asked, strict=True)))
-        for asked in zip(*runs, strict=True)
-    ]
-    return interval(summed)
+
+def spread(score: Score) -> tuple[float, float, float]:
+    """The deviation over seeds with the 95 % interval that so few seeds leave it (chi-square, seeds normal)."""
+    seeds = len(score.seeds)
+    drawn = np.random.default_rng(0).chisquare(seeds - 1, 200_000) / (seeds - 1)
+    least, most = np.percentile(drawn, (2.5, 97.5))
+    return score.std, score.std / most**0.5, score.std / least**0.5
 
 
 def verdict(value: float, low: float, high: float) -> str:
@@ -87,8 +105,8 @@ def judged(claim: Claim, sweep: Sweep, found: Mapping[str, Runs]) -> dict:
     if claim.spread and scores[claim.spread].std is None:
         return {**told, "verdict": "not run"}
     value, low, high = margin(claim.weights, scores) if claim.weights else (0.0, 0.0, 0.0)
-    shift = claim.plus - (scores[claim.spread].std if claim.spread else 0)
-    value, low, high = value + shift, low + shift, high + shift
+    std, least, most = spread(scores[claim.spread]) if claim.spread else (0.0, 0.0, 0.0)
+    value, low, high = value + claim.plus - std, low + claim.plus - most, high + claim.plus - least
     return {**told, "margin": value, "low": low, "high": high, "verdict": verdict(value, low, high)}
 
 
@@ -116,7 +134,7 @@ def rows(sweep: Sweep, found: Mapping[str, Runs], ratios: Sequence[float]) -> di
         cells = {}
         for ratio in ratios:
             score = scored(runs, ratio)
-            cell = dict(zip(("score", "low", "high"), interval(score.answers), strict=True))
+            cell = dict(zip(("score", "low", "high"), margin({name: 1}, {name: score}), strict=True))
             cell |= {"std": score.std, "seeds": {str(seed): points for seed, points in score.seeds.items()}}
             if name != sweep.reference and sweep.reference in found:
                 scores = {name: score, sweep.reference: scored(found[sweep.reference], ratio)}

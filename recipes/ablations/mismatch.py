@@ -7,12 +7,10 @@ from ablations.sweep import THREE, Sweep, Variant, above, alone, at, whole
 from restorekv.tables import name
 from restorekv.train.config import TrainConfig
 
-OTHER = "snapkv"
-
 
 def sweep(settings: TrainConfig) -> Sweep:
-    """The inference evictor is the settings'; the training evictor is SnapKV or the same."""
-    own = name(settings.evictor, False)
+    """The inference evictor is the settings'; the training evictor is the same or another: SnapKV, or KVzip for it."""
+    own, other = name(settings.evictor, False), "kvzip" if settings.evictor == "snapkv" else "snapkv"
     return Sweep(
         title="Training and inference evictor",
         table="Effect of training-inference evictor mismatch (tab:cross_evictor_transfer)",
@@ -20,8 +18,8 @@ def sweep(settings: TrainConfig) -> Sweep:
         variants={
             "base": alone(settings),
             "mismatched": Variant(
-                f"trained on {name(OTHER, False)}, used with {own}",
-                {"evictor": OTHER},
+                f"trained on {name(other, False)}, used with {own}",
+                {"evictor": other},
                 evictor=settings.evictor,
                 paper=at(THREE, 93.5, 81.6, 42.0),
             ),

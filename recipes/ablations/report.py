@@ -22,9 +22,9 @@ Written by `python recipes/ablations/run.py {folder}`; not edited by hand. Every
 ours stand the paper's figures (Qwen3-4B, RULER-4K, seed 0), which are of another model and other questions: what can be
 compared is the order of the variants.
 
-A score is the mean over families of questions of every question's mean over the seeds, ± the sample deviation over
-the seeds, with a 95 % bootstrap over documents in brackets. The interval tells how much the choice of documents
-matters, not that of seeds. Differences and claims are paired: every resampled document counts for all variants in them.
+A score is the mean over families of questions and seeds, ± the sample deviation over the seeds, with a 95 % bootstrap
+over documents and seeds in brackets. Differences and claims are paired: every resampled set of documents counts for all
+variants in them; seeds are drawn for each. Three seeds are few, so these intervals are rather too narrow than too wide.
 A claim is within noise where its interval contains zero. Where n restore tokens exceed the budget of a short document,
 fewer are used. Training documents are the same for every seed. {steps} steps of {contexts}, learning rate {lr:g}, rank
 {rank}, n = {n}, unless the variant says otherwise. Prefix policy {policy}, allocation {allocation}, {dtype}, greedy.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -100,8 +101,10 @@ class Trial:
             [f"{key}={worded(value)}" for key, value in sorted(self.variant.conventions.items())],
         )
         if config is None:
-            return ",".join([self.evictor.replace(":", "-"), *used])
-        return ",".join([self.training, *([f"on={self.evictor}"] if self.evictor != config.evictor else []), *used])
+            return ",".join([worded(self.evictor), *used])
+        return ",".join(
+            [self.training, *([f"on={worded(self.evictor)}"] if self.evictor != config.evictor else []), *used]
+        )
 
     @property
     def path(self) -> Path:
@@ -146,7 +149,7 @@ def worded(value: object) -> str:
     """A setting in a file's name."""
     if isinstance(value, tuple):
         return "+".join(str(part).removesuffix("_proj") for part in value) or "none"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else re.sub(r"[/:]", "-", str(value))
 
 
 def trials(setup: Setup, sweeps: list[Sweep], seeds: list[int]) -> dict[str, Trial]:

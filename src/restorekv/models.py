@@ -8,7 +8,7 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -115,6 +115,23 @@ def usable_device(device: str | torch.device) -> torch.device:
 def decoder(model: PreTrainedModel) -> nn.Module:
     """The backbone, which returns hidden states and skips the LM head."""
     return model.get_decoder()
+
+
+def logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """Last hidden states (..., d) -> logits (..., V), scaled and capped as Granite, Cohere and Gemma do."""
+    config = model.config.get_text_config()
+    made = model.get_output_embeddings()(hidden)
+    made = made * (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
+    cap = getattr(config, "final_logit_softcapping", None)
+    return torch.tanh(made / cap) * cap if cap else made
+
+
+def longest(config: PretrainedConfig) -> int:
+    """How many positions the model was made for; a stretched RoPE (YaRN) multiplies those it began with."""
+    config = config.get_text_config()
+    rope = rope_fingerprint(config)
+    stretched = float(rope.get("factor") or 0) * float(rope.get("original_max_position_embeddings") or 0)
+    return max(config.max_position_embeddings, int(stretched))
 
 
 def rope_fingerprint(config: PretrainedConfig) -> dict[str, object]:

@@ -38,7 +38,8 @@ from restorekv.restore import RestoreAdapter
 from restorekv.train.config import TrainConfig
 from restorekv.train.example import Example
 from restorekv.train.lessons import Lessons
-from restorekv.train.loop import Visit, fresh_adapter, visit_loss
+from restorekv.train.loop import fresh_adapter, visit_loss
+from restorekv.train.visit import Visit
 
 WARM_UP = 64  # tokens
 PHASES = ("prefill", "score", "teacher", "restore", "student", "backward", "optimizer")

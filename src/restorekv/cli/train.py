@@ -34,7 +34,7 @@ HELP = {
     "warmup": "Steps of linear warm-up before the cosine.",
     "clip": "Largest norm of the gradient; 0: any.",
     "steps": "Optimizer steps.",
-    "contexts": "Contexts per process and step; their gradients add up.",
+    "contexts": "Contexts per process and step; their gradients are averaged.",
     "questions": "Questions per context and step, at most.",
     "ratio_min": "Lowest compression ratio drawn.",
     "ratio_max": "Highest compression ratio drawn.",

@@ -19,7 +19,7 @@ from restorekv.prompt import template_hash
 FORMAT, VERSION, NAME = "restorekv-data", 1, "manifest.json"
 RECORD = "build.json"  # stands where a mixture is unfinished
 LIBRARIES = ("torch", "transformers", "datasets", "pyarrow")
-PROBE = "Kv 0123456789: naïve, “tabs”\t\n\n日本 😀"
+PROBE = "Kv 0123456789: naïve, “tabs”\t\n\n日本 😀 What? Yes! (a; b) 'c' - d/e."
 SAME = {"fingerprint": "model", "template": "chat template", "tokenizer": "tokenizer"}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from restorekv.cache import RaggedCache
-from restorekv.models import decoder
+from restorekv.models import decoder, logits
 from restorekv.train.distill import answer_rows
 
 HIDDEN, ATTENTION = "hidden", "attention"  # what a layer puts out; what its attention puts out
@@ -46,7 +46,7 @@ def answer_pass(
 
 def answer_logits(model: PreTrainedModel, cache: RaggedCache, rows: list[Tensor], answers: list[int]) -> Tensor:
     """Logits that predict the answers, (M, V)."""
-    return model.lm_head(answer_pass(model, cache, rows, answers).hidden)
+    return logits(model, answer_pass(model, cache, rows, answers).hidden)
 
 
 @contextmanager

@@ -14,11 +14,10 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.atomic import replacing
 from restorekv.errors import RestoreKVError
-from restorekv.models import model_fingerprint
-from restorekv.prompt import template_hash
 from restorekv.restore import RestoreAdapter
 from restorekv.train.config import TrainConfig
 from restorekv.train.example import Example, digest
+from restorekv.train.lessons import facts
 
 FILE, LOG = "checkpoint.safetensors", "loss.csv"
 HEADER = "step,loss,lr,seconds\n"
@@ -43,12 +42,12 @@ def begin(folder: Path) -> None:
     (folder / LOG).write_text(HEADER)
 
 
-def origin(model: PreTrainedModel, tokenizer: Tokenizer, examples: list[Example], processes: int) -> dict[str, object]:
-    """What a run depends on beside its settings."""
-    return {
-        "model": model_fingerprint(model), "dtype": str(model.dtype), "template": template_hash(tokenizer),
-        "data": digest(examples), "processes": processes,
-    }  # fmt: skip
+def origin(
+    model: PreTrainedModel, tokenizer: Tokenizer, examples: list[Example], config: TrainConfig, processes: int
+) -> dict[str, object]:
+    """What a run depends on beside its settings; an evictor with a gate is told by the gate's weights."""
+    own = {"data": digest(examples), "scores": config.eviction().identity(model), "processes": processes}
+    return {**facts(model, tokenizer), **own}
 
 
 def save(folder: Path, run: Run, step: int) -> None:

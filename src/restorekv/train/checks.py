@@ -6,18 +6,21 @@ from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from restorekv import attention
 from restorekv.cache import RaggedCache
 from restorekv.errors import RestoreKVError
-from restorekv.models import decoder
+from restorekv.models import logits
 from restorekv.prefill import passing
 from restorekv.prepared import Prepared
 from restorekv.restore import RestoreAdapter
 from restorekv.train.answers import answer_pass
-from restorekv.train.distill import from_hidden
+from restorekv.train.distill import divergence, from_hidden
 from restorekv.train.lessons import Lessons
 from restorekv.train.teacher import Lesson
+from restorekv.train.visit import Visit
 
 SAME = {torch.float32: 1e-3, torch.float64: 1e-6}  # of losses, absolute and relative; else ROUNDED
 ROUNDED = 0.05
@@ -44,13 +47,14 @@ class Checks:
 
 
 @torch.no_grad()
-def check(adapter: RestoreAdapter, lessons: Lessons, index: int) -> Checks:
-    """Compares what must be equal; raises RestoreKVError where it is not.
+def check(adapter: RestoreAdapter, lessons: Lessons, visit: Visit) -> Checks:
+    """Compares what must be equal on the questions of a visit; raises RestoreKVError where it is not.
 
     The teacher's stored states are those of the plain model on its dense cache; the evicted student is the one that
     the definition of ragged attention gives; with no restore tokens the adapter changes nothing.
     """
-    prepared, taught = lessons[index]
+    prepared, every = lessons[visit.index]
+    taught = [every[question] for question in visit.questions]
     ratio = f"{lessons.config.ratio_max:.6f}"
     same = SAME.get(lessons.model.dtype, ROUNDED)
 
@@ -76,7 +80,7 @@ def check(adapter: RestoreAdapter, lessons: Lessons, index: int) -> Checks:
 def losses(lessons: Lessons, cache: RaggedCache, taught: list[Lesson]) -> Tensor:
     """(M,) over all questions of the context, symmetric."""
     seen = answer_pass(lessons.model, cache, [x.ids for x in taught], [x.answer for x in taught])
-    return from_hidden(lessons.model.lm_head, torch.cat([x.hidden for x in taught]), seen.hidden)
+    return from_hidden(lessons.model, torch.cat([x.hidden for x in taught]), seen.hidden)
 
 
 def plain(lessons: Lessons, prepared: Prepared, taught: list[Lesson]) -> Tensor:
@@ -84,6 +88,11 @@ def plain(lessons: Lessons, prepared: Prepared, taught: list[Lesson]) -> Tensor:
     found = []
     for lesson in taught:
         ids, cache = lesson.ids[None].to(lessons.model.device), passing(prepared.full)
-        hidden = decoder(lessons.model)(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state
-        found.append(from_hidden(lessons.model.lm_head, lesson.hidden, hidden[0, -lesson.answer - 1 : -1]))
+        found.append(plain_loss(lessons.model, lesson, ids, cache))
     return torch.cat(found)
+
+
+def plain_loss(model: PreTrainedModel, lesson: Lesson, ids: Tensor, cache: Cache) -> Tensor:
+    """Of one question, by the logits that the model itself makes, whatever it does with its hidden states."""
+    own = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=lesson.answer + 1).logits[0, :-1]
+    return divergence(logits(model, lesson.hidden), own)

@@ -64,9 +64,10 @@ class TrainConfig:
         for name in AT_LEAST_ZERO:
             if not 0 <= getattr(self, name) < math.inf:
                 raise RestoreKVError(f"{name} is a number of at least 0, not {getattr(self, name)}.")
-        if not 0 < self.ratio_min <= self.ratio_max <= 1:
+        if not 1e-6 <= self.ratio_min <= self.ratio_max <= 1:
             raise RestoreKVError(
-                f"Training ratios need 0 < ratio_min <= ratio_max <= 1, not {self.ratio_min:g} and {self.ratio_max:g}."
+                "Training ratios need 0.000001 <= ratio_min <= ratio_max <= 1, not "
+                f"{self.ratio_min:g} and {self.ratio_max:g}."
             )
 
     @classmethod

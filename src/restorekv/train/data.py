@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from math import floor
 from pathlib import Path
 
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv.budget import exact_ratio
 from restorekv.bundled.suite import documents
 from restorekv.data.mixture import read_mixture
 from restorekv.errors import RestoreKVError, RestoreKVWarning
-from restorekv.models import decoder
+from restorekv.models import decoder, longest
 from restorekv.prompt import encode, make_context
 from restorekv.train.config import TrainConfig
 from restorekv.train.example import Example
@@ -57,7 +59,7 @@ def check_lengths(model: PreTrainedModel, tokenizer: Tokenizer, examples: list[E
     Warns where fewer than n restore tokens will fit into the lowest ratio drawn. A backbone spread over processes needs
     a restore token at every ratio: without one there is no backward pass, and the others would wait for its shards.
     """
-    most, scant = model.config.get_text_config().max_position_embeddings, 0
+    most, scant = longest(model.config), 0
     ratio = config.ratio_min if is_spread(decoder(model)) else config.ratio_max
     for example in examples:
         context = make_context(tokenizer, example.context)
@@ -69,12 +71,17 @@ def check_lengths(model: PreTrainedModel, tokenizer: Tokenizer, examples: list[E
                 f"{example.where} needs {needed} positions for a context of {context.tokens} tokens, the longest "
                 f"question and answer, and the model was made for {most}; shorten it."
             )
-        if int(ratio * context.tokens) < 1:
+        columns = config.eviction().conventions.columns(context)
+
+        def room(ratio: float, columns: int = columns) -> int:
+            return floor(exact_ratio(f"{ratio:.6f}") * columns)
+
+        if room(ratio) < 1:
             raise RestoreKVError(
                 f"{example.where} has {context.tokens} tokens: no restore token fits into r = {ratio:g} of "
                 "them; leave it out."
             )
-        scant += int(config.ratio_min * context.tokens) < config.restore_tokens
+        scant += room(config.ratio_min) < config.restore_tokens
     if scant:
         told = f"{scant} of {len(examples)} contexts are too short for {config.restore_tokens} restore tokens"
         warnings.warn(f"{told} at r = {config.ratio_min:g}; they get fewer.", RestoreKVWarning, stacklevel=3)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from restorekv.models import logits
 
 Direction = Literal["symmetric", "forward", "reverse"]
 Reduction = Literal["mean", "sum"]
@@ -32,19 +35,19 @@ def divergence(teacher: Tensor, student: Tensor, kl: Direction = "symmetric") ->
     return (weight * (log_p - log_q)).sum(-1)
 
 
-def from_hidden(head: nn.Module, teacher: Tensor, student: Tensor, kl: Direction = "symmetric") -> Tensor:
-    """`divergence` of head(teacher) and head(student), hidden states (M, d) -> (M,), a block of rows at a time.
+def from_hidden(model: PreTrainedModel, teacher: Tensor, student: Tensor, kl: Direction = "symmetric") -> Tensor:
+    """`divergence` of the model's logits for hidden states (M, d) -> (M,), a block of rows at a time.
 
     The logits of a block are made again for the backward pass: of a vocabulary of 150,000 ids, those of one answer
     would otherwise take several times M x 600 kB.
     """
-    rows = max(LOGITS // head.weight.shape[0], 1)
-    if len(student) <= rows:
-        return divergence(head(teacher), head(student), kl)
+    rows = max(LOGITS // model.config.get_text_config().vocab_size, 1)
 
     def block(own: Tensor, other: Tensor) -> Tensor:
-        return divergence(head(own), head(other), kl)
+        return divergence(logits(model, own), logits(model, other), kl)
 
+    if len(student) <= rows:
+        return block(teacher, student)
     pairs = zip(teacher.split(rows), student.split(rows), strict=True)
     return torch.cat([checkpoint(block, own, other, use_reentrant=False) for own, other in pairs])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 
 import torch
@@ -11,6 +12,8 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import attention
+from restorekv.data.manifest import tokenizer_hash
+from restorekv.generate import stop_ids
 from restorekv.models import model_fingerprint, rope_fingerprint
 from restorekv.prefill import prefill
 from restorekv.prepared import Prepared
@@ -21,6 +24,8 @@ from restorekv.train.example import Example
 from restorekv.train.store import Store
 from restorekv.train.teacher import Lesson, Teacher
 
+# of a config, what says where it is from and not what the model computes
+SPEAKING = ("name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "attn_implementation")
 Taught = tuple[Prepared, list[Lesson]]
 
 
@@ -102,9 +107,13 @@ class Lessons:
 
 def facts(model: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, object]:
     """What prefill, scores and answers depend on beside the text."""
+    told = model.config.get_text_config().to_diff_dict()
+    config = {key: value for key, value in told.items() if key.strip("_") not in SPEAKING}
     return {
         "model": model_fingerprint(model), "dtype": str(model.dtype), "rope": rope_fingerprint(model.config),
-        "template": template_hash(tokenizer), "vocabulary": len(tokenizer),
+        "config": hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16],
+        "template": template_hash(tokenizer), "tokenizer": tokenizer_hash(tokenizer),
+        "stops": sorted(stop_ids(model, tokenizer)),
     }  # fmt: skip
 
 

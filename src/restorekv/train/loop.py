@@ -11,10 +11,8 @@ from __future__ import annotations
 import csv
 import json
 import math
-import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -38,42 +36,9 @@ from restorekv.train.example import Example, sources
 from restorekv.train.lessons import Lessons
 from restorekv.train.parallel import ALONE, Team
 from restorekv.train.teacher import Lesson
+from restorekv.train.visit import Visit, draw
 
 Progress = Callable[[int, int, float], None]
-
-
-@dataclass(frozen=True)
-class Visit:
-    """One context of one step: which of its questions, at which ratio, with how many restore tokens."""
-
-    index: int
-    questions: tuple[int, ...]
-    ratio: str
-    tokens: int
-
-
-def draw(config: TrainConfig, step: int, examples: list[Example], size: int = 1) -> list[Visit]:
-    """The visits of `step` by all `size` processes; contexts are shuffled anew every epoch."""
-    rng = random.Random(f"step {config.seed} {step}")
-    count = config.contexts * size
-    visits = []
-    for visit in range(step * count, (step + 1) * count):
-        epoch, place = divmod(visit, len(examples))
-        order = list(range(len(examples)))
-        random.Random(f"order {config.seed} {epoch}").shuffle(order)
-        asked = range(len(examples[order[place]].questions))
-        chosen = tuple(rng.sample(asked, min(config.questions, len(asked))))
-        ratio = f"{ratio_of(config, rng):.6f}"
-        tokens = rng.randint(1, config.restore_tokens) if config.nested else config.restore_tokens
-        visits.append(Visit(order[place], chosen, ratio, tokens))
-    return visits
-
-
-def ratio_of(config: TrainConfig, rng: random.Random) -> float:
-    """r ~ U(r_min, r_max), or uniform in log r."""
-    if config.ratio_law == "uniform":
-        return rng.uniform(config.ratio_min, config.ratio_max)
-    return math.exp(rng.uniform(math.log(config.ratio_min), math.log(config.ratio_max)))
 
 
 def visit_loss(
@@ -89,7 +54,7 @@ def visit_loss(
     watch = tuple(name for name, weight in weights.items() if weight)
     seen = answer_pass(model, student, rows, answers, watch)
     teacher = torch.cat([lesson.hidden for lesson in chosen])
-    losses = from_hidden(model.lm_head, teacher, seen.hidden, config.kl)
+    losses = from_hidden(model, teacher, seen.hidden, config.kl)
     for name in watch:
         states = torch.cat([lesson.states[name] for lesson in chosen], 1)
         losses = losses + weights[name] * matching(states, seen.states[name])
@@ -118,19 +83,21 @@ def train(
     """
     if not examples:
         raise RestoreKVError("There is nothing to train on; give at least one example.")
+    if model.dtype == torch.float16:
+        raise RestoreKVError("Gradients of long answers vanish in float16; train with --dtype bfloat16 or float32.")
     model.requires_grad_(False)
     adapter = fresh_adapter(model, tokenizer, config)
     folder.mkdir(parents=True, exist_ok=True)
     parameters = [parameter for parameter in adapter.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=config.lr, betas=(0.9, 0.999), weight_decay=config.weight_decay)
-    run = Run(config, adapter, optimizer, checkpoint.origin(model, tokenizer, examples, team.size))
+    run = Run(config, adapter, optimizer, checkpoint.origin(model, tokenizer, examples, config, team.size))
+    team.agree(config.text() + json.dumps(run.origin))
     check_lengths(model, tokenizer, examples, config)
     start = opened(folder, run, resume, team, notice)
     lessons = Lessons(model, tokenizer, examples, config, store, store_prefill)
-    if start == 0:
-        first = draw(config, 0, examples, team.size)[team.rank]
-        with team.level(model):
-            notice(str(check(adapter, lessons, first.index)))
+    first = draw(config, start, examples, team.size)[team.rank]
+    with team.level(model):
+        notice(str(check(adapter, lessons, first)))
     with Log(folder, start, team.rank) as log:
         for step in range(start, config.steps):
             begun = time.perf_counter()

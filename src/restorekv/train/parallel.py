@@ -40,6 +40,9 @@ class Team(Protocol):
     def mean(self, loss: float) -> float:
         """The mean over the processes."""
 
+    def agree(self, text: str) -> None:
+        """All processes have the same text, or a RestoreKVError: settings and data must be one."""
+
     def wait(self) -> None:
         """Until all are here."""
 
@@ -57,6 +60,9 @@ class Alone:
 
     def mean(self, loss: float) -> float:
         return loss
+
+    def agree(self, text: str) -> None:
+        """Nobody disagrees."""
 
     def wait(self) -> None:
         """Nobody else is awaited."""
@@ -107,6 +113,16 @@ class Together:
         total = torch.tensor([loss], dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return total.item() / self.size
+
+    def agree(self, text: str) -> None:
+        told = [text if self.rank == 0 else None]
+        dist.broadcast_object_list(told, 0)
+        same = torch.tensor([float(told[0] == text)], device=self.device)
+        dist.all_reduce(same, dist.ReduceOp.MIN)
+        if not same.item():
+            raise RestoreKVError(
+                "The processes were started with different settings, models or data; give all of them the same."
+            )
 
     def wait(self) -> None:
         dist.barrier()

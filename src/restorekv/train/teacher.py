@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache import RaggedCache
-from restorekv.generate import answer_ids, stop_ids
+from restorekv.generate import BATCH, answer_ids, stop_ids
+from restorekv.models import logits
 from restorekv.prepared import Prepared
 from restorekv.prompt import encode, question_ids
 from restorekv.train.answers import States, answer_pass
@@ -76,6 +77,9 @@ class Teacher:
 
     def assess(self, cache: RaggedCache, asked: list[Tensor], answers: list, indices) -> list[tuple[Lesson, bool]]:
         """The lessons on the questions named by `indices`, and whether the answer is the greedy one."""
+        if len(indices) > BATCH:
+            parts = [indices[start : start + BATCH] for start in range(0, len(indices), BATCH)]
+            return [each for part in parts for each in self.assess(cache, asked, answers, part)]
         if not indices:
             return []
         rows = [torch.cat([asked[index], answers[index]]) for index in indices]
@@ -86,7 +90,7 @@ class Teacher:
             part = slice(start, start := start + count)
             hidden = seen.hidden[part].clone()
             states = {name: value[:, part].clone() for name, value in seen.states.items()}
-            found = self.model.lm_head(hidden).argmax(-1).cpu()
+            found = logits(self.model, hidden).argmax(-1).cpu()
             if {int(found[-1]), int(row[-1])} <= stops:  # of several EOS ids the teacher's own
                 row = torch.cat([row[:-1], found[-1:]])
             lessons.append((Lesson(row, count, hidden, states), torch.equal(found, row[-count:])))
