@@ -57,6 +57,7 @@ class Builder:
     def gather(self, source: Source, found: Iterator[Document | Dropped], parts: Parts) -> Gathered:
         """Asks about the contexts of a source until there is enough of it."""
         got, wanted = Gathered(), source.wanted(self.config)
+        steps = wanted * (self.config.chunks if source.unit == "books" else 1)
         lengths = Lengths(self.tokenizer, source.shortest(self.config), self.longest)
         for item in found:
             got.read += 1
@@ -67,7 +68,8 @@ class Builder:
                     attempts = ask(self.model, self.tokenizer, context, self.config)
                     parts.add(item, attempts)
                 self.take(source, item, context, attempts, got)
-                self.progress(min(got.reached(source), wanted), wanted, source.title)
+                done = len(got.examples) if source.asked_once else got.contexts
+                self.progress(min(done, steps), steps, source.title)
             more_of_a_book = isinstance(item, Document) and item.more
             if got.reached(source) >= wanted and not more_of_a_book:
                 break
