@@ -225,18 +225,3 @@ def test_push_prints_publishes_and_refuses(world, tmp_path, monkeypatch):
         wrong = cli("push", getattr(world, folder), "me/mine", "--dry-run")
         assert wrong.code == 1 and words in wrong.err and wrong.err.count("\n") == 1
     assert cli("push", world.adapter, "me/mine", "--dtype", "int8").code == 1
-
-
-def test_push_takes_the_folders_own_card(world, tmp_path, monkeypatch):
-    folder = tmp_path / "adapter"
-    adapter = adapter_of(licence="mit")
-    adapter.save_pretrained(folder)
-    own = "---\nlicense: mit\n---\n# My adapter\n"
-    (folder / "README.md").write_text(own)
-    assert cli("push", folder, "me/mine", "--dry-run").out == own
-    with local_hub(monkeypatch, tmp_path / "cache") as hub:
-        assert cli("push", folder, "me/mine").code == 0
-        assert hub.files("me/mine")["README.md"].decode() == own
-    (folder / "restorekv.json").unlink()
-    bare = cli("push", folder, "me/mine")
-    assert bare.code == 1 and "has no restorekv.json" in bare.err

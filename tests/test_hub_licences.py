@@ -232,7 +232,7 @@ def test_a_copy_keeps_its_licence(model, tmp_path):
     assert again.card.licence == "cc-by-nc-4.0"
     again.describe(evictor="kvzip")
     assert again.card.licence == "cc-by-nc-4.0"
-    with pytest.raises(AdapterError, match=r"recorded as, or trained on, CC BY-NC 4.0; mit would allow more"):
+    with pytest.raises(AdapterError, match=r"recorded as, or trained on, CC BY-NC 4.0; mit allows more"):
         again.push_to_hub("me/mine", licence="mit")
 
 

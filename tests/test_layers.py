@@ -16,6 +16,7 @@ FLOORS = [
         "prefill",
         "probe",
         "adapter_file",
+        "card_results",
         "card_training",
         "card_usage",
         "model_card",

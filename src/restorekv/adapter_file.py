@@ -76,6 +76,18 @@ class Stored:
     embeddings: Tensor
     card: Card | None
 
+    def weights_hash(self) -> str:
+        """That of the adapter in use, whose weights are float32."""
+        return weights_hash({"embeddings": self.embeddings, **self.lora})
+
+
+def weights_hash(tensors: dict[str, Tensor]) -> str:
+    """16 hex digits of names and float32 values."""
+    found = hashlib.sha256()
+    for name, value in sorted(tensors.items()):
+        found.update(name.encode() + value.detach().to("cpu", torch.float32).numpy().tobytes())
+    return found.hexdigest()[:16]
+
 
 def plain(value: Any) -> Any:
     """The same as JSON would bring it back; raises AdapterError for what has no JSON."""

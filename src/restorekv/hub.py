@@ -11,6 +11,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+from huggingface_hub.utils import validate_repo_id
 
 from restorekv import adapter_file, licences, model_card
 from restorekv.adapter_file import README, Card, Stored
@@ -76,11 +77,11 @@ def with_origin(card: Card, name: str | Path, folder: Path, bare: bool) -> Card:
 
 def tell_licence(name: str | Path, card: Card) -> None:
     """Warns of a licence that forbids commercial use, and of what the authors' adapters leave open."""
-    strict = [licence for licence in (card.licence, *licences.of_rows(card.data)) if licences.non_commercial(licence)]
+    strict = strictest(card)
     if not strict:
         return
-    what = "is" if strict[0] == card.licence else "was trained on data"
-    message = f"The adapter {name} {what} licensed {licences.title(strict[0])}: not for commercial use"
+    what = "is" if strict == card.licence else "was trained on data"
+    message = f"The adapter {name} {what} licensed {licences.title(strict)}: not for commercial use"
     if card.source and "Qwen3" in card.source:
         message += (
             "; not stated is whether it was trained with YaRN, as its authors' code does, or without, as in kvpress"
@@ -88,17 +89,46 @@ def tell_licence(name: str | Path, card: Card) -> None:
     warnings.warn(f"{message}.", RestoreKVWarning, stacklevel=3)
 
 
-def licensed(card: Card, licence: str | None) -> Card:
+def licensed(card: Card, licence: str | None, mend: str = "leave the licence out") -> Card:
     """The card with the licence that its publisher names, or what follows from the data."""
     if licence is None:
         return replace(card, licence=card.licence or licences.of_data(licences.of_rows(card.data)))
-    strict = [each for each in (card.licence, *licences.of_rows(card.data)) if licences.non_commercial(each)]
+    strict = strictest(card)
     if strict and not licences.non_commercial(licence):
         raise AdapterError(
-            f"The adapter is recorded as, or trained on, {licences.title(strict[0])}; {licence} would allow more, so "
-            "leave the licence out."
+            f"The adapter is recorded as, or trained on, {licences.title(strict)}; {licence} allows more, so {mend}."
         )
     return replace(card, licence=licences.identifier(licence))
+
+
+def strictest(card: Card) -> str | None:
+    """What forbids commercial use, the adapter's own licence or one of its data."""
+    return next(filter(licences.non_commercial, (card.licence, *licences.of_rows(card.data))), None)
+
+
+def as_in(readme: str, card: Card, licence: str | None = None) -> Card:
+    """The card with the licence that a person's README.md names, not against `licence` nor allowing more."""
+    told, strict = model_card.licence_in(readme), strictest(card)
+    asked = strict if licence is None else licences.identifier(licence)
+    if (licence is not None and told != asked) or (told is None and strict):
+        raise AdapterError(
+            f"The README.md that someone wrote names {told or 'no licence'}, not {asked}; "
+            f"write `license: {asked}` there or remove it to get a new card."
+        )
+    return licensed(card, told, "mend the license there")
+
+
+def prepare(repo: str, stored: Stored, licence: str | None = None, readme: str | None = None) -> tuple[Stored, str]:
+    """What `push` uploads: the adapter under its licence and its card, `readme` if there is one. Needs no network."""
+    with one_sentence(repo):
+        validate_repo_id(repo)
+        if "/" not in repo:
+            raise HFValidationError(repo)
+    card = licensed(stored.card, licence) if readme is None else as_in(readme, stored.card, licence)
+    if not model_card.is_hub_id(card):
+        message = f"The base model is recorded as {card.model!r}, which others cannot load from the hub."
+        warnings.warn(message, RestoreKVWarning, stacklevel=4)
+    return replace(stored, card=card), model_card.text(card, stored.config, repo) if readme is None else readme
 
 
 def push(
@@ -116,19 +146,18 @@ def push(
     `readme` is a card of the user's own, to go up instead of a generated one. A card on the hub that a person has
     written or changed stays. Raises AdapterError when the hub refuses or cannot be reached.
     """
-    stored = replace(stored, card=licensed(stored.card, licence))
-    if not model_card.is_hub_id(stored.card):
-        message = f"The base model is recorded as {stored.card.model!r}, which others cannot load from the hub."
-        warnings.warn(message, RestoreKVWarning, stacklevel=3)
+    stored, text = prepare(repo, stored, licence, readme)
     with tempfile.TemporaryDirectory() as folder:
-        adapter_file.write(Path(folder), stored, readme or model_card.text(stored.card, stored.config, repo))
+        adapter_file.write(Path(folder), stored, text)
         with one_sentence(repo):
             api = HfApi(token=token)
             api.create_repo(repo, private=private or None, exist_ok=True)
             if private and not api.model_info(repo).private:
                 raise AdapterError(f"{repo} exists and is public; make it private on the hub or choose another name.")
-            kept = None if readme or model_card.is_ours(card_on_hub(api, repo, Path(folder))) else README
+            there = card_on_hub(api, repo, Path(folder))
+            kept = None if readme is not None or model_card.is_ours(there) else README
             if kept:
+                as_in(there.read_text(encoding="utf-8", errors="replace"), stored.card)
                 message = f"The README.md of {repo} was written or changed by someone and stays as it is."
                 warnings.warn(message, RestoreKVWarning, stacklevel=3)
             message = commit_message or "Upload a restore adapter"

@@ -9,27 +9,33 @@ from __future__ import annotations
 import hashlib
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent, fill
 
 import yaml
-from huggingface_hub import ModelCardData, metadata_load
+from huggingface_hub import ModelCardData
 from peft import LoraConfig
 
 from restorekv import adapter_file, licences
 from restorekv.adapter_file import README, Card, Stored
 from restorekv.card_training import cell, facts, table, training
 from restorekv.card_usage import here, in_kvpress
-from restorekv.errors import RestoreKVWarning
+from restorekv.errors import AdapterError, RestoreKVWarning
 
 NAMELESS = "OWNER/NAME-OR-FOLDER"
 PAPER = "https://arxiv.org/abs/2608.01247"
 TAGS = ["restorekv", "kv-cache", "long-context"]
+FRONT = re.compile(r"\s*---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.S)
 SEAL = re.compile(r"<!-- written by restorekv, ([0-9a-f]{64}) -->\n\Z")
 
 
 def save(folder: Path, stored: Stored) -> None:
-    """The adapter with its card; a README.md that is not ours stays, and that is told."""
+    """The adapter with its card; a README.md that is not ours stays, and that is told.
+
+    Results that the folder has for these very weights and this evictor stay unless there are new ones.
+    """
+    stored = replace(stored, card=with_results(folder, stored))
     own = is_ours(folder / README)
     if not own:
         message = (
@@ -37,6 +43,18 @@ def save(folder: Path, stored: Stored) -> None:
         )
         warnings.warn(message, RestoreKVWarning, stacklevel=4)
     adapter_file.write(folder, stored, text(stored.card, stored.config) if own else None)
+
+
+def with_results(folder: Path, stored: Stored) -> Card:
+    """The card with the folder's results where it has none and they are of the same adapter."""
+    if stored.card.results is not None or not (folder / adapter_file.CARD).is_file():
+        return stored.card
+    try:
+        before = adapter_file.read(folder)
+    except AdapterError:
+        return stored.card
+    same = before.card.evictor == stored.card.evictor and before.weights_hash() == stored.weights_hash()
+    return replace(stored.card, results=before.card.results) if same else stored.card
 
 
 def is_ours(path: Path) -> bool:
@@ -52,12 +70,26 @@ def is_ours(path: Path) -> bool:
 
 
 def licence_of(folder: Path) -> str | None:
-    """What the front matter of the folder's README.md names; None where it names none."""
+    """What the folder's README.md names."""
     try:
-        told = (metadata_load(folder / README) or {}).get("license")
-    except (OSError, ValueError, yaml.YAMLError):
+        return licence_in((folder / README).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
         return None
-    return told if isinstance(told, str) and told not in ("unknown", "other") else None
+
+
+def licence_in(readme: str) -> str | None:
+    """What the front matter names, the strictest of several; None where it names none."""
+    found = FRONT.match(readme)
+    try:
+        told = yaml.safe_load(found[1]) if found else None
+    except yaml.YAMLError:
+        return None
+    if not isinstance(told, dict):
+        return None
+    names = told.get("license")
+    names = [*(names if isinstance(names, list) else [names]), told.get("license_name")]
+    named = [licences.identifier(name) for name in names if isinstance(name, str) and name not in ("unknown", "other")]
+    return max(named, key=licences.non_commercial, default=None)
 
 
 def text(card: Card, config: LoraConfig, name: str = NAMELESS) -> str:
@@ -151,6 +183,8 @@ def made_for(card: Card, config: LoraConfig) -> str:
 
 def results(card: Card) -> str:
     found = table(card.results) if card.results else "None recorded."
+    if any("low" in row for row in card.results or ()):
+        found += "\n\nlow, high: 95 % interval of restored, bootstrap over documents; gain: restored minus base."
     return f"## Results\n\n{found}\n"
 
 

@@ -9,7 +9,6 @@ after switching off would find no LoRA gradient.)
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -224,11 +223,8 @@ class RestoreAdapter(nn.Module):
 
     def identity(self) -> dict[str, object]:
         """For the records: a hash of embeddings and LoRA, n, and what the adapter was trained with; plain JSON."""
-        digest = hashlib.sha256()
-        for name, value in sorted(self._trainable().items()):
-            digest.update(name.encode() + value.detach().cpu().numpy().tobytes())
         return {
-            "hash": digest.hexdigest()[:16],
+            "hash": adapter_file.weights_hash(self._trainable()),
             "restore_tokens": self.restore_tokens,
             "evictor": self.card.evictor,
             "prefix_policy": self.card.prefix_policy,

@@ -22,7 +22,9 @@ DEFAULT_RATIOS = tuple(map(str, RATIOS))
 def run(
     evictor: Annotated[
         list[str],
-        typer.Option(help="SPEC or SPEC@ADAPTER (a folder, a hub id, auto, none); repeatable. " + options.EVICTOR_HELP),
+        typer.Option(
+            help="SPEC or SPEC@ADAPTER (a folder, a hub id, published, auto, none); repeatable. " + options.EVICTOR_HELP
+        ),
     ] = ("kvzip", "kvzip+"),
     ratio: Annotated[list[str], typer.Option(help="A ratio in (0, 1]; repeatable.")] = DEFAULT_RATIOS,
     count: Annotated[int, typer.Option(min=1, help="Held-out documents.")] = 52,
@@ -63,5 +65,7 @@ def adapter_of(value: str) -> tuple[str, str | None]:
     """`kvzip` -> its shipped adapter; `kvzip@FOLDER`; `kvzip@none` -> the base alone."""
     name, found, source = value.partition("@")
     if found and not source:
-        raise RestoreKVError(f"{value!r} names no adapter; give a folder, a hub id, auto or none behind the @.")
+        raise RestoreKVError(
+            f"{value!r} names no adapter; give a folder, a hub id, published, auto or none behind the @."
+        )
     return name, None if source == "none" else source or "auto"

@@ -8,7 +8,7 @@ import torch
 import typer
 from rich.markup import escape
 
-from restorekv import adapter_file, hub, model_card
+from restorekv import adapter_file, card_results, hub, model_card
 from restorekv.cli.session import DTYPES, output, phase
 from restorekv.errors import AdapterError, RestoreKVError
 
@@ -23,6 +23,9 @@ def run(
     licence: Annotated[
         str | None, typer.Option(help="Of the adapter, by the hub's name for it; follows from its data unless given.")
     ] = None,
+    results: Annotated[
+        Path | None, typer.Option(help="What `restorekv eval --json` wrote for this adapter; recorded in its folder.")
+    ] = None,
     message: Annotated[str | None, typer.Option(help="Message of the commit.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the model card and publish nothing.")] = False,
 ) -> None:
@@ -36,6 +39,13 @@ def run(
             f"{folder} has no restorekv.json, which tells the model; load it with RestoreAdapter.from_pretrained and "
             "save it first."
         )
+    if results:
+        card = replace(
+            stored.card, results=card_results.joined(stored.card.results, card_results.read(results, stored))
+        )
+        stored = replace(stored, card=card)
+        if not dry_run:
+            model_card.save(folder, stored)
     stored = replace(stored, card=hub.with_origin(stored.card, folder, folder, bare=False))
     if dtype != "auto":
         lora = {name: tensor.to(getattr(torch, dtype)) for name, tensor in stored.lora.items()}
@@ -43,8 +53,7 @@ def run(
     own = folder / adapter_file.README
     readme = None if model_card.is_ours(own) else own.read_text(encoding="utf-8", errors="replace")
     if dry_run:
-        card = hub.licensed(stored.card, licence)
-        typer.echo(readme or model_card.text(card, stored.config, repo), nl=False)
+        typer.echo(hub.prepare(repo, stored, licence, readme)[1], nl=False)
         return
     with phase(f"publishing {repo}"):
         address = hub.push(repo, stored, private=private, licence=licence, readme=readme, commit_message=message)
