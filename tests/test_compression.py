@@ -276,3 +276,23 @@ def test_contexts_may_come_ready_made(case):
     prepared = Eviction.make("kvzip").prepare(model, tokenizer, context)
     answers = ask(model, tokenizer, context, prepared.at(0.2), QUESTIONS, 8)
     assert answers == compress(*case, ratio=0.2).ask(QUESTIONS, 8)
+
+
+def test_the_first_tokens_of_a_nested_adapter_work_alone(tiny_model, tiny_tokenizer):
+    whole = RestoreAdapter.create(tiny_model, 4, rank=2)
+    with torch.no_grad():
+        for value in whole.tensors.values():
+            value.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
+    whole.describe(evictor="kvzip", settings={"nested": True})
+    made = compress(tiny_model, tiny_tokenizer, TEXT, ratio=0.5, adapter=whole, restore_tokens=2)
+    assert made.manifest.restore_tokens == 2 and made.manifest.adapter["restore_tokens"] == 2
+    prepared = Eviction.make("kvzip").prepare(tiny_model, tiny_tokenizer, TEXT).restored_by(whole)
+    expected = prepared.at(0.5, 2)
+    for one, other in zip(made.cache.layers, expected.layers, strict=True):
+        torch.testing.assert_close(one.restore_keys, other.restore_keys)
+        assert torch.equal(one.context_keys, other.context_keys)
+    whole.describe(evictor="kvzip", settings={"nested": False})
+    with pytest.warns(RestoreKVWarning, match="not trained to work with 2 of its 4"):
+        compress(tiny_model, tiny_tokenizer, TEXT, ratio=0.5, adapter=whole, restore_tokens=2)
+    with pytest.raises(AdapterError, match="from 1 to the adapter's 4, not 5"):
+        compress(tiny_model, tiny_tokenizer, TEXT, ratio=0.5, adapter=whole, restore_tokens=5)

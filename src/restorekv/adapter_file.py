@@ -182,3 +182,14 @@ def digest(path: Path) -> str:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
         raise AdapterError(f"Cannot read {path}; fetch or train the adapter again ({error}).") from error
+
+
+def check_model(name: str | Path, card: Card, own: Card) -> None:
+    """The weights and the rotation of the keys must be those the adapter was trained with."""
+    if card.rope != own.rope:
+        raise AdapterError(
+            f"The adapter {name} was trained with RoPE {card.rope}, the model has {own.rope}; "
+            "load the model with the same RoPE configuration."
+        )
+    if card.fingerprint != own.fingerprint:
+        raise AdapterError(f"The adapter {name} was trained for another model ({card.model}); load that one.")

@@ -101,14 +101,16 @@ def compress(
     ratio: float | str | Fraction | None = None,
     tokens_per_head: int | None = None,
     adapter: RestoreAdapter | str | Path | None = "auto",
+    restore_tokens: int | None = None,
     progress: Progress | None = None,
     **conventions: Any,
 ) -> CompressedContext:
     """Compress `context` to `ratio` (0.1 unless given) of its KV pairs, or to `tokens_per_head` of them per head.
 
     `adapter` is a RestoreAdapter made for `model`, a folder or hub id of one, "auto" for the one that ships with the
-    bundled model, "published" for the one that the paper's authors publish for `model`, or None. Further arguments are
-    those of `Conventions.make`: prefix_policy, on_tight, allocation, restore_from, offset.
+    bundled model, "published" for the one that the paper's authors publish for `model`, or None. `restore_tokens` uses
+    the first so many of its n. Further arguments are those of `Conventions.make`: prefix_policy, on_tight, allocation,
+    restore_from, offset.
     """
     if ratio is not None and tokens_per_head is not None:
         raise BudgetError("Give either a ratio or tokens_per_head, not both.")
@@ -116,7 +118,7 @@ def compress(
     parsed = make_context(tokenizer, context)
     budget = plan(model, parsed, 0.1 if ratio is None else ratio, tokens_per_head, eviction.conventions)
     budget(0)  # refuses a bad ratio before any work is done
-    restorer = load_adapter(model, adapter, eviction)
+    restorer = load_adapter(model, adapter, eviction, restore_tokens)
     wanted = budget(restorer.restore_tokens if restorer else 0)
     with torch.no_grad():
         chosen = replace(eviction, adapter=restorer) if restorer else eviction
@@ -144,11 +146,14 @@ def plan(
 
 
 def load_adapter(
-    model: PreTrainedModel, adapter: RestoreAdapter | str | Path | None, eviction: Eviction | AttentionMatching
+    model: PreTrainedModel,
+    adapter: RestoreAdapter | str | Path | None,
+    eviction: Eviction | AttentionMatching,
+    restore_tokens: int | None = None,
 ) -> RestoreAdapter | None:
     """The adapter itself, or one from a folder, the hub, ("auto") the package or ("published") the paper's authors.
 
-    Warns if it is for another use.
+    `restore_tokens` takes its first so many. Warns if it is for another use.
     """
     if isinstance(eviction, AttentionMatching):
         if adapter not in (None, "auto"):
@@ -175,7 +180,7 @@ def load_adapter(
     adapter.check_use(
         eviction.identity(model), conventions.allocation.spec, conventions.restore_from, conventions.prefix_policy
     )
-    return adapter
+    return adapter if restore_tokens is None else adapter.first(restore_tokens)
 
 
 def bundled_adapter(model: PreTrainedModel, evictor: str) -> Path | None:

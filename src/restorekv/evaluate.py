@@ -93,17 +93,19 @@ def evaluate(
     ratios: Sequence[float] = RATIOS,
     conventions: Conventions = PLAIN,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    restore_tokens: int | None = None,
 ) -> Evaluation:
     """Ask every document its questions from the full cache and from each compressed one.
 
-    `adapters` maps an evictor's name to its adapter (itself, a folder, "auto"), or to None for the base alone.
+    `adapters` maps an evictor's name to its adapter (itself, a folder, "auto"), or to None for the base alone;
+    `restore_tokens` uses the first so many tokens of each.
     """
     cells: dict[Key, Cell] = {FULL: Cell()}
     described: dict[str, dict | None] = {}
     methods: dict[str, str] = {}
     for turn, (evictor, source) in enumerate(adapters.items()):
         base = method(evictor, conventions)
-        adapter = load_adapter(model, source, base)
+        adapter = load_adapter(model, source, base, restore_tokens)
         with torch.no_grad():
             eviction = replace(base, adapter=adapter) if adapter else base
             described[evictor] = adapter.identity() if adapter else None

@@ -111,7 +111,7 @@ class RestoreAdapter(nn.Module):
             )
         fresh = card_for(model, n)
         if stored.card is not None:
-            check_model(name, stored.card, fresh)
+            adapter_file.check_model(name, stored.card, fresh)
         card = hub.with_origin(stored.card or fresh, name, folder, bare=stored.card is None)
         adapter = cls(model, stored.config, stored.embeddings, card)
         adapter.load_lora(name, stored.lora)
@@ -128,6 +128,22 @@ class RestoreAdapter(nn.Module):
     @property
     def model(self) -> PreTrainedModel:
         return self._model[0]
+
+    def first(self, count: int) -> RestoreAdapter:
+        """Its first `count` tokens as an adapter of their own; warns unless they were trained to work alone."""
+        if not 1 <= count <= self.restore_tokens:
+            raise AdapterError(
+                f"restore_tokens is a number from 1 to the adapter's {self.restore_tokens}, not {count}."
+            )
+        if count == self.restore_tokens:
+            return self
+        if not (self.card.settings or {}).get("nested"):
+            told = f"The adapter was not trained to work with {count} of its {self.restore_tokens} restore tokens"
+            warnings.warn(f"{told} (train it with --nested); expect worse answers.", RestoreKVWarning, stacklevel=3)
+        card, embeddings = replace(self.card, restore_tokens=count), self.embeddings.detach()[:count].clone()
+        short = type(self)(self.model, self.config, embeddings, card)
+        short.load_lora(card.model, {name: value.detach() for name, value in self.tensors.items()})
+        return short
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -281,14 +297,3 @@ def card_for(model: PreTrainedModel, n: int) -> Card:
     name = model_name(model)
     local = name != BUNDLED and Path(name).is_dir()
     return Card(name, model_fingerprint(model), rope_fingerprint(model.config), n, local=local)
-
-
-def check_model(name: str | Path, card: Card, own: Card) -> None:
-    """The weights and the rotation of the keys must be those the adapter was trained with."""
-    if card.rope != own.rope:
-        raise AdapterError(
-            f"The adapter {name} was trained with RoPE {card.rope}, the model has {own.rope}; "
-            "load the model with the same RoPE configuration."
-        )
-    if card.fingerprint != own.fingerprint:
-        raise AdapterError(f"The adapter {name} was trained for another model ({card.model}); load that one.")

@@ -28,6 +28,7 @@ def run(
     tokens_per_head: Annotated[int | None, typer.Option(help="Instead of a ratio: pairs per head, on average.")] = None,
     evictor: Annotated[str, typer.Option(help=options.EVICTOR_HELP)] = "kvzip",
     adapter: options.Adapter = "auto",
+    restore_tokens: options.RestoreTokens = None,
     model: options.Model = "bundled",
     prefix_policy: options.PrefixPolicy = "free",
     on_tight: options.OnTight = "error",
@@ -53,16 +54,10 @@ def run(
     begun = time.perf_counter()
     with notes.status("compressing") as status:
         compressed = compress(
-            loaded,
-            tokenizer,
-            text,
-            evictor=evictor,
-            ratio=ratio,
-            tokens_per_head=tokens_per_head,
-            adapter=None if adapter == "none" else adapter,
-            progress=status.update,
+            loaded, tokenizer, text, evictor=evictor, ratio=ratio, tokens_per_head=tokens_per_head,
+            adapter=None if adapter == "none" else adapter, restore_tokens=restore_tokens, progress=status.update,
             **conventions,
-        )
+        )  # fmt: skip
         seconds = time.perf_counter() - begun
         status.update("saving")
         compressed.save(out)

@@ -30,6 +30,7 @@ def run(
     count: Annotated[int, typer.Option(min=1, help="Held-out documents.")] = 52,
     seed: Annotated[int, typer.Option(help="Which held-out documents.")] = 0,
     split: Annotated[str, typer.Option(help="test, or another name for other documents.")] = "test",
+    restore_tokens: options.RestoreTokens = None,
     model: options.Model = "bundled",
     prefix_policy: options.PrefixPolicy = "free",
     on_tight: options.OnTight = "error",
@@ -54,7 +55,7 @@ def run(
     loaded, tokenizer = open_model(model, dtype, device)
     made = documents(tokenizer, count, split, seed)
     with bar("asking held-out documents") as progress:
-        result = evaluate(loaded, tokenizer, made, adapters, ratios, conventions, progress)
+        result = evaluate(loaded, tokenizer, made, adapters, ratios, conventions, progress, restore_tokens)
     output.print(scores(result))
     output.print(held(result))
     if json:

@@ -23,3 +23,7 @@ RestoreFrom = Annotated[
     str, typer.Option(help="What the restore pass reads: full, or evicted (a control; its adapter is trained so).")
 ]
 Offset = Annotated[int, typer.Option(min=0, help="Positions between context and question (a control, no adapter).")]
+RestoreTokens = Annotated[
+    int | None,
+    typer.Option(min=1, help="Use the adapter's first so many restore tokens; train it with --nested."),
+]
