@@ -297,7 +297,8 @@ def command(tmp_path_factory, tiny_tokenizer) -> list[str]:
 @pytest.mark.slow
 def test_runs_killed_at_random_end_as_one_that_was_not(command, tmp_path):
     # PEFT writes a set of names in the order of their hashes, which Python draws anew in every process.
-    same = {"env": os.environ | {"PYTHONHASHSEED": "0"}, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    told = (tmp_path / "told").open("w")
+    same = {"env": os.environ | {"PYTHONHASHSEED": "0"}, "stdout": told, "stderr": told}
     command = [sys.executable, "-m", "restorekv", *command, "--steps", "60", "--resume", "--out"]
     subprocess.run([*command, tmp_path / "whole"], check=True, **same)
     with (tmp_path / "whole" / "loss.csv").open() as file:
@@ -306,7 +307,7 @@ def test_runs_killed_at_random_end_as_one_that_was_not(command, tmp_path):
     for _ in range(6):
         child, begun = subprocess.Popen([*command, tmp_path / "cut"], **same), time.time()
         while not found.exists() or found.stat().st_mtime < begun:
-            assert child.poll() is None
+            assert child.poll() is None, (tmp_path / "told").read_text()
             time.sleep(0.01)
         time.sleep(chance.uniform(0, 6) * pace)
         child.kill()
