@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from restorekv.atomic import replacing, write_json
+from restorekv.atomic import HOST, replacing, write_json
 
 KILLED = """
 import os, signal, sys
@@ -24,7 +24,9 @@ def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path):
     left = sorted(path.name for path in tmp_path.iterdir())
     assert len(left) == 2 and left[0].startswith(".a[1].json.") and left[0].endswith(".tmp")
     dead = left[0].split(".")[-2]
-    stay = [".a[1].json.mine.tmp", f".a[1].json.{os.getppid()}.tmp", f".a1.json.{dead}.tmp", f"a[1].json.{dead}.tmp"]
+    number = dead.removeprefix(f"{HOST}-")
+    stay = [f".a[1].json.{HOST}-mine.tmp", f".a[1].json.{HOST}-{os.getppid()}.tmp", f".a1.json.{dead}.tmp",
+            f"a[1].json.{dead}.tmp", f".a[1].json.other-{number}.tmp"]  # fmt: skip
     for name in stay:
         (tmp_path / name).write_text("stays")
     write_json(target, [1])

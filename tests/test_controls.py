@@ -20,8 +20,8 @@ from restorekv.prefill import prefill
 from restorekv.prepared import Conventions
 from restorekv.prompt import encode, question_ids
 from restorekv.restore import RestoreAdapter
-from restorekv.train.example import Example
 from restorekv.train.config import TrainConfig
+from restorekv.train.example import Example
 from restorekv.train.loop import train
 
 TEXT = "The code of the red house is seven. The blue house has a green door, and nobody lives there. " * 2

@@ -16,6 +16,7 @@ from data_world import flags, settings, text, two_papers, write_jsonl, write_sou
 
 import restorekv.data.build
 import restorekv.data.gather
+from restorekv.atomic import HOST
 from restorekv.bundled.suite import documents as suite
 from restorekv.data.build import build
 from restorekv.data.config import BuildConfig
@@ -42,7 +43,7 @@ def suite_once(tiny_tokenizer):
     """Making the bundled suite's documents takes longer than a build here."""
     made = suite(tiny_tokenizer)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(restorekv.data.build, "suite", lambda tokenizer: made)
+        patch.setattr(restorekv.data.build, "suite", lambda tokenizer, count: made)
         yield
 
 
@@ -333,7 +334,7 @@ def test_what_a_kill_before_the_first_record_leaves_is_gone_on_with(model, tiny_
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     (tmp_path / "data" / "parts").mkdir(parents=True)
-    (tmp_path / "data" / f".build.json.{dead.pid}.tmp").write_text("{")
+    (tmp_path / "data" / f".build.json.{HOST}-{dead.pid}.tmp").write_text("{")
     config = settings({"flan": str(source)}, documents=0, books=0, examples=1)
     with pytest.warns(RestoreKVWarning, match="nothing in .* to go on with; this is a new build"):
         build(model, tiny_tokenizer, config, tmp_path / "data", resume=True)

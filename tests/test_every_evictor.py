@@ -16,8 +16,8 @@ from restorekv.evictors import EVICTORS
 from restorekv.models import CacheShape
 from restorekv.prompt import make_context
 from restorekv.restore import RestoreAdapter
-from restorekv.train.example import Example
 from restorekv.train.config import TrainConfig
+from restorekv.train.example import Example
 from restorekv.train.loop import train
 
 TEXT = "The code of the red house is seven. The blue house has a green door, and nobody lives there. " * 2

@@ -106,6 +106,7 @@ def write(folder: Path, stored: Stored, readme: str | None = None) -> None:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as name:
             fresh = Path(name)
             stored.config.save_pretrained(name)
+            order(fresh / CONFIG)
             lora = {PREFIX + key: value.contiguous() for key, value in stored.lora.items()}
             save_file(lora, fresh / WEIGHTS, metadata={"format": "pt"})
             save_file({"restore_embeddings": stored.embeddings.contiguous()}, fresh / EMBEDDINGS)
@@ -118,6 +119,14 @@ def write(folder: Path, stored: Stored, readme: str | None = None) -> None:
                 os.replace(fresh / file, folder / file)
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"Cannot write the adapter to {folder}; choose a writable folder ({error}).") from error
+
+
+def order(path: Path) -> None:
+    """PEFT writes a set of names in the order of their hashes, which Python draws anew in every process."""
+    told = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(told.get("target_modules"), list):
+        told["target_modules"].sort()
+    path.write_text(json.dumps(told, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def read(folder: Path) -> Stored:

@@ -3,11 +3,15 @@
 import glob
 import json
 import os
+import platform
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from restorekv.errors import RestoreKVError
+
+HOST = re.sub(r"[^0-9A-Za-z]", "", platform.node()) or "here"  # several machines may write to one disk
 
 
 def check_target(path: Path) -> None:
@@ -28,7 +32,7 @@ def replacing(path: Path) -> Iterator[Path]:
     check_target(path)
     path = path.resolve()  # through a symbolic link, which stays
     sweep(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{HOST}-{os.getpid()}.tmp")
     try:
         yield temporary
         os.replace(temporary, path)
@@ -37,9 +41,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def sweep(path: Path) -> None:
-    """Removes what processes killed while they wrote `path` have left beside it."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        number = left.name[len(path.name) + 2 : -len(".tmp")]
+    """Removes what processes of this machine, killed while they wrote `path`, have left beside it."""
+    begin = f".{path.name}.{HOST}-"
+    for left in path.parent.glob(f"{glob.escape(begin)}*.tmp"):
+        number = left.name[len(begin) : -len(".tmp")]
         if number.isdecimal() and not alive(int(number)):
             left.unlink(missing_ok=True)
 

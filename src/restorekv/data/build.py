@@ -32,6 +32,8 @@ from restorekv.data.shard import write_shard
 from restorekv.data.sources import Source, sources
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 
+TESTED = 156  # documents of the bundled suite that docs/table1.md is measured on; the demo asks the first 52
+
 
 def build(
     model: PreTrainedModel,
@@ -106,7 +108,7 @@ def described(path: Path) -> dict:
 
 def suite_texts(tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
     """The test documents of the bundled suite, as this tokenizer makes them."""
-    return ((f"bundled suite, document {number}", made.text) for number, made in enumerate(suite(tokenizer)))
+    return ((f"bundled suite, document {number}", made.text) for number, made in enumerate(suite(tokenizer, TESTED)))
 
 
 def check_room(builder: Builder) -> None:

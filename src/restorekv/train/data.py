@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.budget import exact_ratio
 from restorekv.bundled.suite import documents
-from restorekv.data.mixture import read_mixture
+from restorekv.data.mixture import read_mixture, record
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.models import decoder, longest
 from restorekv.prompt import encode, make_context
@@ -45,9 +45,14 @@ def read_contexts(path: Path) -> list[str]:
 
 def from_mixture(folder: Path, model: PreTrainedModel, tokenizer: Tokenizer) -> list[Example]:
     """Of a folder that `restorekv data build` wrote; its answers are the teacher's own and are taken as they are."""
-    found, _ = read_mixture(folder, model, tokenizer)
+    found, manifest = read_mixture(folder, model, tokenizer)
+    named = dict(zip(manifest["sources"], record(manifest), strict=True))
+    sources = {
+        name: f"{row['source']} ({row['dataset']}, {row.get('revision') or row['sha256'][:16]}, seed {row['seed']})"
+        for name, row in named.items()
+    }
     return [
-        Example(each.context, each.questions, each.answers, each.answer_ids, each.source, each.licence,
+        Example(each.context, each.questions, each.answers, each.answer_ids, sources[each.source], each.licence,
                 f"{folder}, {each.source}, document {each.document}")
         for each in found
     ]  # fmt: skip

@@ -30,10 +30,14 @@ def sources(examples: Sequence[Example]) -> list[dict[str, object]]:
     found: dict[tuple, list[Example]] = {}
     for example in examples:
         found.setdefault((example.source, example.licence), []).append(example)
-    return [
-        {"source": source, "licence": licence, "contexts": len(own), "examples": sum(len(x.questions) for x in own)}
-        for (source, licence), own in found.items()
-    ]
+    rows = []
+    for (source, licence), own in found.items():
+        row = {"source": source, "licence": licence, "contexts": len(own)}
+        row["examples"] = sum(len(example.questions) for example in own)
+        if all(example.answer_ids is not None for example in own):
+            row["answers"] = "written by this model when the data was built"
+        rows.append(row)
+    return rows
 
 
 def digest(examples: Sequence[Example]) -> str:
