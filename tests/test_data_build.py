@@ -41,7 +41,7 @@ def model():
 @pytest.fixture(scope="module", autouse=True)
 def suite_once(tiny_tokenizer):
     """Making the bundled suite's documents takes longer than a build here."""
-    made = suite(tiny_tokenizer)
+    made = suite(tiny_tokenizer, restorekv.data.build.TESTED)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(restorekv.data.build, "suite", lambda tokenizer, count: made)
         yield
@@ -125,7 +125,7 @@ def test_every_column_and_count_fits(whole, model, tiny_tokenizer):
     assert longalpaca["examples"] == 15 - sum(longalpaca["dropped_attempts"].values())
     assert manifest["sources"]["pg19"]["contexts"] == 4 and manifest["sources"]["flan"]["examples"] == 2
     assert manifest["sources"]["flan"]["dropped"] == {"another subset": 1, "too short": 1}
-    assert manifest["exclusion"]["texts"] == 52
+    assert manifest["exclusion"]["texts"] == 156
     for name, source in manifest["sources"].items():
         table = pq.read_table(whole / f"{name}.parquet")
         assert len(table) == source["examples"] == sum(source["licences"].values())
