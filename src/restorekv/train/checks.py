@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from restorekv import attention
 from restorekv.cache import RaggedCache
@@ -38,12 +36,8 @@ class Checks:
     def __str__(self) -> str:
         return (
             f"Before training, loss at r = {self.ratio:g} on one context: {self.full:.4f} full cache, "
-            f"{self.base:.4f} evicted, {self.restored:.4f} with the untrained adapter."
+            f"{self.base:.4f} evicted, {self.restored:.4f} with the adapter as it is."
         )
-
-    def figures(self) -> dict[str, float]:
-        """Plain JSON."""
-        return asdict(self)
 
 
 @torch.no_grad()
@@ -55,7 +49,7 @@ def check(adapter: RestoreAdapter, lessons: Lessons, visit: Visit) -> Checks:
     """
     prepared, every = lessons[visit.index]
     taught = [every[question] for question in visit.questions]
-    ratio = f"{lessons.config.ratio_max:.6f}"
+    ratio = lessons.config.ratio_max
     same = SAME.get(lessons.model.dtype, ROUNDED)
 
     def loss(cache: RaggedCache) -> float:
@@ -74,7 +68,7 @@ def check(adapter: RestoreAdapter, lessons: Lessons, visit: Visit) -> Checks:
     for what, found in (("with no restore tokens", none), ("by the definition of ragged attention", defined)):
         if not abs(found - base) <= same * (1 + base):
             raise RestoreKVError(f"The evicted cache's loss is {base:.4f}, but {found:.4f} {what}; report this.")
-    return Checks(float(ratio), full, base, loss(restored.at(ratio)))
+    return Checks(ratio, full, base, loss(restored.at(ratio)))
 
 
 def losses(lessons: Lessons, cache: RaggedCache, taught: list[Lesson]) -> Tensor:
@@ -84,15 +78,10 @@ def losses(lessons: Lessons, cache: RaggedCache, taught: list[Lesson]) -> Tensor
 
 
 def plain(lessons: Lessons, prepared: Prepared, taught: list[Lesson]) -> Tensor:
-    """`losses` of the model on the dense cache, one question at a time."""
-    found = []
+    """`losses` of the model on the dense cache, one question at a time, by the logits that it makes itself."""
+    model, found = lessons.model, []
     for lesson in taught:
-        ids, cache = lesson.ids[None].to(lessons.model.device), passing(prepared.full)
-        found.append(plain_loss(lessons.model, lesson, ids, cache))
+        ids, cache = lesson.ids[None].to(model.device), passing(prepared.full)
+        made = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=lesson.answer + 1)
+        found.append(divergence(logits(model, lesson.hidden), made.logits[0, :-1]))
     return torch.cat(found)
-
-
-def plain_loss(model: PreTrainedModel, lesson: Lesson, ids: Tensor, cache: Cache) -> Tensor:
-    """Of one question, by the logits that the model itself makes, whatever it does with its hidden states."""
-    own = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=lesson.answer + 1).logits[0, :-1]
-    return divergence(logits(model, lesson.hidden), own)

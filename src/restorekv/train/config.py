@@ -11,6 +11,7 @@ from restorekv.budget import PrefixPolicy
 from restorekv.compression import Eviction
 from restorekv.errors import RestoreKVError
 from restorekv.prepared import RestoreFrom, one_of
+from restorekv.train.answers import ATTENTION, HIDDEN
 from restorekv.train.distill import DIRECTIONS, REDUCTIONS, Direction, Reduction
 
 RatioLaw = Literal["uniform", "log-uniform"]
@@ -75,6 +76,11 @@ class TrainConfig:
         """The counterpart of `text`; settings that an older file lacks take their defaults."""
         found = json.loads(text)
         return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in found.items()})
+
+    def watched(self) -> dict[str, float]:
+        """The states that are matched beside the logits, with their weights."""
+        weights = {HIDDEN: self.hidden_weight, ATTENTION: self.attention_weight}
+        return {name: weight for name, weight in weights.items() if weight}
 
     def text(self) -> str:
         """As JSON."""

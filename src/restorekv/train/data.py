@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from math import floor
 from pathlib import Path
 
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.budget import exact_ratio
 from restorekv.bundled.suite import documents
 from restorekv.data.mixture import read_mixture, record
 from restorekv.errors import RestoreKVError, RestoreKVWarning
@@ -64,7 +62,7 @@ def check_lengths(model: PreTrainedModel, tokenizer: Tokenizer, examples: list[E
     Warns where fewer than n restore tokens will fit into the lowest ratio drawn. A backbone spread over processes needs
     a restore token at every ratio: without one there is no backward pass, and the others would wait for its shards.
     """
-    most, scant = longest(model.config), 0
+    most, scant, conventions = longest(model.config), 0, config.eviction().conventions
     ratio = config.ratio_min if is_spread(decoder(model)) else config.ratio_max
     for example in examples:
         context = make_context(tokenizer, example.context)
@@ -76,17 +74,13 @@ def check_lengths(model: PreTrainedModel, tokenizer: Tokenizer, examples: list[E
                 f"{example.where} needs {needed} positions for a context of {context.tokens} tokens, the longest "
                 f"question and answer, and the model was made for {most}; shorten it."
             )
-        columns = config.eviction().conventions.columns(context)
-
-        def room(ratio: float, columns: int = columns) -> int:
-            return floor(exact_ratio(f"{ratio:.6f}") * columns)
-
-        if room(ratio) < 1:
+        if not conventions.budget(ratio, context, 1, 1, config.restore_tokens).restore_tokens:
             raise RestoreKVError(
                 f"{example.where} has {context.tokens} tokens: no restore token fits into r = {ratio:g} of "
                 "them; leave it out."
             )
-        scant += room(config.ratio_min) < config.restore_tokens
+        fitting = conventions.budget(config.ratio_min, context, 1, 1, config.restore_tokens).restore_tokens
+        scant += fitting < config.restore_tokens
     if scant:
         told = f"{scant} of {len(examples)} contexts are too short for {config.restore_tokens} restore tokens"
         warnings.warn(f"{told} at r = {config.ratio_min:g}; they get fewer.", RestoreKVWarning, stacklevel=3)

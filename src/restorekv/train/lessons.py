@@ -18,7 +18,6 @@ from restorekv.models import model_fingerprint, rope_fingerprint
 from restorekv.prefill import prefill
 from restorekv.prepared import Prepared
 from restorekv.prompt import Context, make_context, template_hash
-from restorekv.train.answers import ATTENTION, HIDDEN
 from restorekv.train.config import TrainConfig
 from restorekv.train.example import Example
 from restorekv.train.store import Store
@@ -47,9 +46,7 @@ class Lessons:
     ) -> None:
         self.model, self.tokenizer, self.examples, self.config = model, tokenizer, examples, config
         self.eviction = config.eviction()
-        watch = tuple(name for name, weight in ((HIDDEN, config.hidden_weight), (ATTENTION, config.attention_weight))
-                      if weight)  # fmt: skip
-        self.teacher = Teacher(model, tokenizer, config.max_new_tokens, watch)
+        self.teacher = Teacher(model, tokenizer, config.max_new_tokens, tuple(config.watched()))
         self.store_prefill = store_prefill
         self.store = None if store is None else Store(store, facts(model, tokenizer))
         self.kept: dict[int, Taught] = {}

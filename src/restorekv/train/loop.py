@@ -26,7 +26,7 @@ from restorekv.prepared import Prepared
 from restorekv.prompt import encode
 from restorekv.restore import RestoreAdapter
 from restorekv.train import checkpoint
-from restorekv.train.answers import ATTENTION, HIDDEN, answer_pass
+from restorekv.train.answers import answer_pass
 from restorekv.train.checkpoint import Run
 from restorekv.train.checks import check
 from restorekv.train.config import TrainConfig, learning_rate
@@ -50,14 +50,13 @@ def visit_loss(
     chosen = [lessons[question] for question in visit.questions]
     student = prepared.restored_by(adapter).at(visit.ratio, visit.tokens)
     rows, answers = [lesson.ids for lesson in chosen], [lesson.answer for lesson in chosen]
-    weights = {HIDDEN: config.hidden_weight, ATTENTION: config.attention_weight}
-    watch = tuple(name for name, weight in weights.items() if weight)
-    seen = answer_pass(model, student, rows, answers, watch)
+    watched = config.watched()
+    seen = answer_pass(model, student, rows, answers, tuple(watched))
     teacher = torch.cat([lesson.hidden for lesson in chosen])
     losses = from_hidden(model, teacher, seen.hidden, config.kl)
-    for name in watch:
+    for name, weight in watched.items():
         states = torch.cat([lesson.states[name] for lesson in chosen], 1)
-        losses = losses + weights[name] * matching(states, seen.states[name])
+        losses = losses + weight * matching(states, seen.states[name])
     return reduced(losses, len(chosen), config.reduction)
 
 
