@@ -12,7 +12,6 @@ AM-fast has no scores: its reference pass and one fit at the ratio are told inst
 from __future__ import annotations
 
 import gc
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,15 +21,15 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import compression, gate_file
-from restorekv.bench import processor
+from restorekv.bench.each import each
 from restorekv.bench.meter import Peak
-from restorekv.bench.workload import SHAPE, save_model, save_tokenizer, text_of
+from restorekv.bench.workload import text_of
 from restorekv.budget import exact_ratio
 from restorekv.compressed import size
 from restorekv.errors import RestoreKVError
 from restorekv.evictors import EVICTORS
 from restorekv.gate_file import Gate, GateCard
-from restorekv.models import CacheShape, load_model
+from restorekv.models import CacheShape
 from restorekv.prefill import prefill
 from restorekv.prepared import timed
 from restorekv.prompt import make_context
@@ -64,23 +63,15 @@ class Options:
 
 def run(options: Options, progress: Callable[[str], None] = lambda phase: None) -> dict:
     """Rows {method, prefill, own_prefill, score, multiple, peak}: seconds, and bytes above what was resident."""
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    shape = {**SHAPE, **options.shape}
     methods = options.methods or [name for name in (*EVICTORS, AM) if name not in SKIPPED]
-    with tempfile.TemporaryDirectory(prefix="restorekv-bench-") as name:
-        folder = Path(name)
-        progress("making the model")
-        tokenizer = save_tokenizer(folder)
-        parameters = save_model(folder, shape, options.seed)
-        model, _ = load_model(name)
-        rows = []
-        for method in methods:
-            progress(f"{method}, {len(rows) + 1} of {len(methods)}")
-            rows.append({"method": method, **measured(model, tokenizer, method, options, folder)})
+    facts, rows = each(
+        methods,
+        lambda model, tokenizer, method, folder: measured(model, tokenizer, method, options, folder),
+        progress,
+        kind="method", changed=options.shape, seed=options.seed, threads=options.threads,
+    )  # fmt: skip
     return {
-        "model": {"parameters": parameters, "dtype": "bfloat16", **shape},
-        "machine": {"processor": processor(), "threads": torch.get_num_threads()},
+        **facts,
         "tokens": options.tokens,
         "ratio": options.ratio,
         "rows": rows,

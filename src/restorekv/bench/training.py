@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import random
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,13 +24,12 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import attention
-from restorekv.bench import processor
+from restorekv.bench.each import each
 from restorekv.bench.meter import Peak, timed
-from restorekv.bench.workload import SHAPE, save_model, save_tokenizer, text_of
+from restorekv.bench.workload import text_of
 from restorekv.budget import exact_ratio
 from restorekv.compressed import size
 from restorekv.errors import RestoreKVError
-from restorekv.models import load_model
 from restorekv.prepared import Prepared
 from restorekv.prompt import make_context
 from restorekv.restore import RestoreAdapter
@@ -112,22 +110,14 @@ class Phases:
 
 def run(options: Options, progress: Callable[[str], None] = lambda phase: None) -> dict:
     """Rows {variant, seconds by phase, step, peak, peaks by phase, graph, stored}: seconds and bytes."""
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    shape = {**SHAPE, **options.shape}
-    with tempfile.TemporaryDirectory(prefix="restorekv-bench-") as name:
-        folder = Path(name)
-        progress("making the model")
-        tokenizer = save_tokenizer(folder)
-        parameters = save_model(folder, shape, options.seed)
-        model, _ = load_model(name)
-        rows = []
-        for title, variant in VARIANTS.items():
-            progress(f"{title}, {len(rows) + 1} of {len(VARIANTS)}")
-            rows.append({"variant": title, **measured(model, tokenizer, variant, options, folder / title)})
+    facts, rows = each(
+        VARIANTS,
+        lambda model, tokenizer, title, folder: measured(model, tokenizer, VARIANTS[title], options, folder / title),
+        progress,
+        kind="variant", changed=options.shape, seed=options.seed, threads=options.threads,
+    )  # fmt: skip
     return {
-        "model": {"parameters": parameters, "dtype": "bfloat16", **shape},
-        "machine": {"processor": processor(), "threads": torch.get_num_threads()},
+        **facts,
         "tokens": options.tokens,
         "questions": options.questions,
         "answer": options.answer,
