@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 RUN := $(VENV)/bin/python -m
 KVPRESS ?= .venv-kvpress
 
-.PHONY: venv demo test nightly lint conformance oldest bench bench-scorers bench-memory bench-decode bench-train bundled paper table1 ablations data-table
+.PHONY: venv demo test nightly lint conformance oldest bench bench-scorers bench-memory bench-decode bench-train bench-charts bundled paper table1 ablations data-table
 .DEFAULT_GOAL := demo
 
 # PyTorch's own index has the CPU build; PyPI's build for Linux brings gigabytes of CUDA, so it is asked second.
@@ -69,6 +69,10 @@ bench-decode: venv $(KVPRESS)/ready
 
 bench-train: venv
 	$(VENV)/bin/restorekv bench-train $(BENCH)
+
+# A chart of every stored result, into docs/charts; seconds.
+bench-charts: venv
+	$(VENV)/bin/restorekv bench-charts $(BENCH)
 
 # The bundled model, tokenizer, gates and adapters from nothing: resumable, under three hours on two cores.
 bundled: venv

@@ -36,6 +36,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench-memory": ("restorekv.cli.bench_memory", "Measure the memory and growth of every phase of a compression."),
     "bench-decode": ("restorekv.cli.bench_decode", "Measure decode steps over a compressed cache, and many answers."),
     "bench-train": ("restorekv.cli.bench_train", "Measure time and memory of a training step, phase by phase."),
+    "bench-charts": ("restorekv.cli.bench_charts", "Draw a chart of every benchmark's stored result."),
 }
 
 
