@@ -3,15 +3,18 @@
 import json
 import os
 import re
-from itertools import pairwise
+from itertools import combinations, pairwise
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from matplotlib import rc_context
 from matplotlib.image import imread
+from matplotlib.text import Text
 
 from restorekv.cli import execute
 from restorekv.errors import RestoreKVError
-from restorekv.report import measured, picture
+from restorekv.report import draw, measured, picture
 from restorekv.report.blocks import Chart, Mark, Panel
 from restorekv.report.measured_memory import apart, slope
 
@@ -36,6 +39,11 @@ def bench(refused=False, peak=500 * MEBI):
     theirs = bench_side("kvpress", {"prefill": 9.5, "score": 38.0, "evict": 0.1}, peak, small, {"token": 0.207})
     ratios = {"2048": {"compress": 0.53, "compress and restore": 0.54}}
     return FACTS | {"ratio": 0.05, "repeat": 1, "kvpress": "0.5.5", "rows": [theirs, ours], "ratios": ratios}
+
+
+def alone():
+    result = bench() | {"kvpress": None, "ratios": {}}
+    return result | {"rows": result["rows"][1:]}
 
 
 def decode(answers=True):
@@ -145,14 +153,31 @@ def test_a_chart_tells_the_figures(kind, tmp_path):
     assert [each for each in wanted if each not in said] == []
 
 
+@pytest.mark.parametrize("kind", [*SHOWN, "bench, ours alone"])
+def test_no_text_lies_on_another_or_is_cut(kind, monkeypatch):
+    texts, draw_text = [], Text.draw
+    monkeypatch.setattr(Text, "draw", lambda self, *given: texts.append(self) or draw_text(self, *given))
+    result = SHOWN[kind][0] if kind in SHOWN else alone()
+    with rc_context(draw.STYLE):
+        figure = picture.figure(measured.chart_of(Path("2026-11-21-name.json"), result))
+        figure.canvas.draw()
+        boxes = [(text.get_text(), text.get_window_extent()) for text in texts if text.get_text().strip()]
+    assert len(boxes) > 8
+    for (said, box), (other, more) in combinations(boxes, 2):
+        width = min(box.x1, more.x1) - max(box.x0, more.x0)
+        height = min(box.y1, more.y1) - max(box.y0, more.y0)
+        assert width < 1 or height < 2, f"{said!r} lies on {other!r}"
+    for said, box in boxes:
+        assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1, f"{said!r} is cut"
+        assert figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1, f"{said!r} is cut"
+
+
 def test_what_was_not_measured_is_not_drawn(tmp_path):
     assert "tokens a second" not in drawn(tmp_path, decode(answers=False))
     assert "Peak" not in drawn(tmp_path, bench(peak=None))
     assert "Graph" not in drawn(tmp_path, train(peak=None))
     assert "target" not in drawn(tmp_path, kernel(tokens=1024)), "targets are for one shape"
-    alone = bench() | {"kvpress": None, "ratios": {}}
-    alone["rows"] = alone["rows"][1:]
-    assert "kvpress" not in drawn(tmp_path, alone)
+    assert "kvpress" not in drawn(tmp_path, alone())
 
 
 def test_the_day_may_be_in_the_name(tmp_path):

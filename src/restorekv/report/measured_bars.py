@@ -163,7 +163,8 @@ def grouped(
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
         axes.set_xlabel(unit)
 
-    return Panel(fill, title, width, 0.8 + BAR * max(len(names) * len(values) * 0.75, 2.5))
+    lines = len("\n".join(names).split("\n"))
+    return Panel(fill, title, width, 0.8 + BAR * max(0.75 * len(names) * len(values), 0.65 * lines, 2.5))
 
 
 def label(axes: Axes, end: float, place: float, told: str) -> None:
