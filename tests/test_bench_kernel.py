@@ -21,7 +21,7 @@ def test_a_rehearsal_goes_through_everything(monkeypatch):
     heard = []
     result = run(REHEARSAL, heard.append, rehearse=True)
     assert heard == ["copy bandwidth", "r = 1", "r = 0.25"]
-    assert result["rehearsal"] and {"restorekv", "torch", "triton", "cuda"} == set(result["versions"])
+    assert result["rehearsal"] and {"restorekv", "torch", "triton"} <= set(result["machine"]["versions"])
     for row, pairs in zip(json.loads(json.dumps(result))["rows"], (192, 48), strict=True):
         assert row["pairs"] == pairs and row["bytes"] == (pairs + 2 * 5) * 2 * 32 * 2
         assert row["roofline"] == pytest.approx(row["bytes"] / result["bandwidth"])

@@ -27,7 +27,7 @@ from restorekv.analysis.compress_side import REFUSED, adapter_for, context_of, s
 from restorekv.analysis.latency import latencies, random_prepared
 from restorekv.analysis.run import label_of
 from restorekv.atomic import write_json
-from restorekv.bench import processor
+from restorekv.bench.machine import processor
 from restorekv.budget import exact_ratio
 from restorekv.compression import Eviction
 from restorekv.errors import RestoreKVError

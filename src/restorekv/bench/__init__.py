@@ -12,7 +12,6 @@ transformers < 5.3, hence its own environment; which side goes first alternates.
 
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from statistics import median
 import torch
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv.bench.machine import described
 from restorekv.bench.workload import SHAPE, save_model, save_tokenizer, text_of
 from restorekv.budget import exact_ratio
 from restorekv.errors import RestoreKVError
@@ -80,7 +80,7 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None) 
     middle = {key: middle_of(measurements) for key, measurements in rows.items()}
     return {
         "model": {"parameters": parameters, "dtype": "bfloat16", **shape},
-        "machine": {"processor": processor(), "threads": threads, "system": platform.platform()},
+        "machine": described(threads),
         "ratio": float(exact_ratio(options.ratio)),
         "repeat": options.repeat,
         "decoded": options.decode,
@@ -161,13 +161,3 @@ def ratios(ours: dict, kvpress: dict) -> dict[str, float | None]:
         "token, r = 1": (ours["full"].get("token"), kvpress["full"].get("token")),
     }
     return {name: a / b if a and b else None for name, (a, b) in pairs.items()}
-
-
-def processor() -> str:
-    """The processor's name and its number of cores."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        name = platform.processor() or platform.machine()
-    return f"{name}, {os.cpu_count()} cores"

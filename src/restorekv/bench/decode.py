@@ -34,7 +34,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from restorekv import allocate, attention, bench
-from restorekv.bench import KVPRESS, NO_KVPRESS, OURS, job_of, kvpress_version, measured, processor
+from restorekv.bench import KVPRESS, NO_KVPRESS, OURS, job_of, kvpress_version, measured
+from restorekv.bench.machine import described
 from restorekv.bench.meter import resident
 from restorekv.bench.workload import SHAPE, save_model, save_tokenizer
 from restorekv.budget import exact_ratio
@@ -97,7 +98,7 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None) 
         answers = answering(options, tokenizer, Path(name), progress) if options.asked else None
     return {
         "model": {"parameters": parameters, "dtype": "bfloat16", **SHAPE, **options.shape},
-        "machine": {"processor": processor(), "threads": torch.get_num_threads()},
+        "machine": described(torch.get_num_threads()),
         "tokens": options.tokens,
         "tail": RESTORE + QUESTION,
         "bandwidth": bandwidth,

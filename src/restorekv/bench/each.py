@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.bench import processor
+from restorekv.bench.machine import described
 from restorekv.bench.workload import SHAPE, save_model, save_tokenizer
 from restorekv.models import load_model
 
@@ -42,6 +42,6 @@ def each(
             rows.append({kind: title, **measure(model, tokenizer, title, folder)})
     facts = {
         "model": {"parameters": parameters, "dtype": "bfloat16", **shape},
-        "machine": {"processor": processor(), "threads": torch.get_num_threads()},
+        "machine": described(torch.get_num_threads()),
     }
     return facts, rows

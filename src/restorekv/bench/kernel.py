@@ -19,8 +19,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import date
-from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import pairwise
 from statistics import median
@@ -31,7 +29,7 @@ from torch import Tensor
 
 from restorekv import attention
 from restorekv.attention import naive, tiles
-from restorekv.bench import processor
+from restorekv.bench.machine import described
 from restorekv.budget import exact_ratio
 from restorekv.cache import RaggedLayer
 from restorekv.errors import RestoreKVError
@@ -77,12 +75,9 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None, 
     for ratio in options.ratios:
         progress(f"r = {ratio:g}")
         rows.append({"ratio": float(ratio), **measured(options, float(ratio), bandwidth, device)})
-    made_with = {"torch": torch.__version__, "triton": attention.triton_attend.triton.__version__}
     return {
-        "date": date.today().isoformat(),
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else processor(),
+        "machine": {**described(torch.get_num_threads()), "cuda": torch.version.cuda},
         "rehearsal": rehearse,
-        "versions": {"restorekv": version("restorekv"), **made_with, "cuda": torch.version.cuda},
         "options": asdict(options),
         "bandwidth": bandwidth,
         "rows": rows,
@@ -224,11 +219,15 @@ def replayed(step: Step, repeat: int) -> list[float]:
 
 def markdown(result: dict) -> str:
     """Microseconds per layer, and ratios."""
-    options = result["options"]
+    options, machine = result["options"], result["machine"]
+    where = (
+        machine.get("device", machine["processor"]),
+        *(f"{name} {found}" for name, found in machine["versions"].items()),
+    )
     sides = [name for name, cell in result["rows"][0].items() if isinstance(cell, dict)]
     rivals = [name for name in sides if name != "ours"]
     lines = [
-        f"{result['date']}, {result['device']}, {', '.join(f'{k} {v}' for k, v in result['versions'].items())}.",
+        f"{machine['date']}, {', '.join(where)}, CUDA {machine['cuda']}.",
         f"T = {options['tokens']:,}, {options['layers']} layers of {options['heads']} KV heads of {options['width']}, "
         f"{options['groups']} query heads each, {options['questions']} questions, tail {options['tail']}; copy "
         f"{result['bandwidth'] / 1e9:,.0f} GB/s. Microseconds per layer.",

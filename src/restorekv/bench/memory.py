@@ -33,7 +33,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from restorekv import evictors
-from restorekv.bench import processor
+from restorekv.bench.machine import described
 from restorekv.bench.meter import REFERENCES, resident, serve
 from restorekv.bench.workload import SHAPE, save_model, save_tokenizer, text_of
 from restorekv.budget import exact_ratio
@@ -93,7 +93,7 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None) 
                 rows.append({"tokens": tokens, "mode": mode, **measured(job, Path(name))})
     return {
         "model": {"parameters": parameters, "dtype": "bfloat16", **shape},
-        "machine": {"processor": processor(), "threads": threads},
+        "machine": described(threads),
         "evictor": options.evictor,
         "ratio": float(exact_ratio(options.ratio)),
         "filled": options.filled,

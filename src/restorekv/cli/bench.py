@@ -10,7 +10,7 @@ from restorekv.atomic import check_target, write_json
 from restorekv.bench import Options
 from restorekv.bench import run as measure
 from restorekv.bench.table import tables
-from restorekv.cli.session import notes, output
+from restorekv.cli.session import measuring, output
 from restorekv.errors import RestoreKVError
 
 KVPRESS = Path(".venv-kvpress/bin/python")  # made by `make bench`
@@ -36,8 +36,8 @@ def run(
         kvpress_python=kvpress_python and kvpress_python.absolute(), shape={"num_hidden_layers": layers},
     )  # fmt: skip
     logging.disable_progress_bar()
-    with notes.status("measuring") as status:
-        result = measure(options, status.update)
+    with measuring() as tell:
+        result = measure(options, tell)
     for shown in tables(result):
         output.print(shown)
     if json:

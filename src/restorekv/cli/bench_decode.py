@@ -11,7 +11,7 @@ from restorekv.bench.decode import Options
 from restorekv.bench.decode import run as measure
 from restorekv.bench.decode_table import tables
 from restorekv.cli.bench import KVPRESS
-from restorekv.cli.session import notes, output
+from restorekv.cli.session import measuring, output
 
 
 def run(
@@ -40,8 +40,8 @@ def run(
         kvpress_python=kvpress_python and kvpress_python.absolute(), shape={"num_hidden_layers": layers},
     )  # fmt: skip
     logging.disable_progress_bar()
-    with notes.status("measuring") as status:
-        result = measure(options, status.update)
+    with measuring() as tell:
+        result = measure(options, tell)
     for shown in tables(result):
         output.print(shown)
     if json:

@@ -9,7 +9,7 @@ import typer
 from restorekv.atomic import check_target, write_json
 from restorekv.bench.kernel import REHEARSAL, Options, markdown
 from restorekv.bench.kernel import run as measure
-from restorekv.cli.session import notes, output
+from restorekv.cli.session import measuring, output
 
 
 def run(
@@ -28,8 +28,8 @@ def run(
         check_target(json)
     options = Options(tokens=tokens, questions=questions, tail=tail, layers=layers, repeat=repeat)
     options = replace(options, ratios=tuple(ratio)) if ratio else options
-    with notes.status("measuring") as status:
-        result = measure(REHEARSAL if rehearse else options, status.update, rehearse)
+    with measuring() as tell:
+        result = measure(REHEARSAL if rehearse else options, tell, rehearse)
     output.print(markdown(result), markup=False, soft_wrap=True)
     if json:
         write_json(json, result)

@@ -11,7 +11,7 @@ from restorekv.bench.memory import MODES, Options, markdown
 from restorekv.bench.memory import run as measure
 from restorekv.bench.memory_on_paper import table
 from restorekv.cli.bench import lengths
-from restorekv.cli.session import notes, output
+from restorekv.cli.session import measuring, output
 
 
 def run(
@@ -37,8 +37,8 @@ def run(
         filled=filled, threads=threads, shape={"num_hidden_layers": 1 if quick else layers},
     )  # fmt: skip
     logging.disable_progress_bar()
-    with notes.status("measuring") as status:
-        result = measure(options, status.update)
+    with measuring() as tell:
+        result = measure(options, tell)
     output.print(markdown(result), markup=False, soft_wrap=True)
     if json:
         write_json(json, result)

@@ -9,7 +9,7 @@ from transformers import logging
 from restorekv.atomic import check_target, write_json
 from restorekv.bench.scorers import Options, markdown
 from restorekv.bench.scorers import run as measure
-from restorekv.cli.session import notes, output
+from restorekv.cli.session import measuring, output
 
 
 def run(
@@ -26,8 +26,8 @@ def run(
     options = Options(
         tokens=tokens, methods=tuple(method), ratio=ratio, threads=threads, shape={"num_hidden_layers": layers}
     )
-    with notes.status("measuring") as status:
-        result = measure(options, status.update)
+    with measuring() as tell:
+        result = measure(options, tell)
     output.print(markdown(result), markup=False, soft_wrap=True)
     if json:
         write_json(json, result)

@@ -1,6 +1,7 @@
 """What several commands do: read a text, open a model, print figures."""
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -107,6 +108,17 @@ def phase(name: str) -> Iterator[None]:
             yield
     else:
         yield
+
+
+@contextmanager
+def measuring() -> Iterator[Callable[[str], None]]:
+    """The block gets a callback for what is being measured: a spinner on a terminal, lines with the time elsewhere."""
+    if notes.is_terminal:
+        with notes.status("measuring") as status:
+            yield lambda what: status.update(f"measuring: {what}")
+        return
+    start = time.monotonic()
+    yield lambda what: notes.print(f"{time.monotonic() - start:6.0f} s  {what}", highlight=False)
 
 
 def figures_table(title: str, rows: dict[str, str]) -> Table:

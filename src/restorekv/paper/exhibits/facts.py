@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from restorekv import tasks
-from restorekv.bench import processor
+from restorekv.bench.machine import processor
 from restorekv.paper.scores import Judged
 from restorekv.paper.setting import Setting
 from restorekv.paper.study import Study
