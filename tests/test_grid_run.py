@@ -110,6 +110,27 @@ def test_answers_are_those_of_compress(world, tmp_path):
             assert line["restore_tokens"] == made.cache.restore == (3 if cell.restored else 0)
 
 
+@pytest.mark.filterwarnings("ignore:The adapter learned to read full caches")
+def test_storage_and_streaming_are_fields_of_a_cell(world, counted, tmp_path):
+    """One preparation serves every storage; a streamed cell reads the context for itself, as `compress` does."""
+    model, tokenizer = load_model(model_of(world))
+    cells = grid(model_of(world), "plain:contexts=1", ratios=("0.5",), adapters=(None, str(world / "adapter")))
+    plain = cells[1:]
+    run([*cells, *(replace(cell, storage="int8") for cell in plain)], tmp_path)
+    assert counted == {"prefill": 1, "score": 1, "restore": 1}
+    streamed = [replace(cell, streaming=20, storage=storage) for cell in plain for storage in ("model", "fp8")]
+    (sample,) = Plain(contexts=1).samples(tokenizer, "kvpress")
+    for result in run(streamed, tmp_path):
+        cell, (line,) = result.cell, result.lines
+        how = {key: getattr(cell, key) for key in ("evictor", "adapter", "ratio", "storage", "streaming", "on_tight")}
+        made = compress(model, tokenizer, sample.context, prefix_policy="counted", **how)
+        assert made.manifest.streaming == 20 and made.cache.nbytes == line["bytes"]
+        told = made.ask([question.text for question in sample.questions], max_new_tokens=4)
+        assert [answer["prediction"].strip() for answer in line["answers"]] == [text.strip() for text in told]
+    labels = {row["label"] for row in rows(results.load(tmp_path)) if not row["restored"]}
+    assert labels == {"", "int8", "streamed by 20", "streamed by 20, fp8"}
+
+
 def test_scores_are_means_over_tasks(world, tmp_path):
     result = run(grid(model_of(world), "plain:contexts=3", ratios=("0.5",)), tmp_path)[1]
     by_task = {task: [a.score for a in result.answers if a.family == task] for task in ("task_0", "task_1")}
@@ -286,6 +307,9 @@ def test_answers_to_contexts_that_are_not_asked_are_refused(world, tmp_path):
         ({"model": "no/such/folder"}, "no/such/folder"),
         ({"adapter": "no/such/adapter"}, "no/such/adapter"),
         ({"max_context": 3}, "no room"),
+        ({"storage": "int4"}, "storage is one of"),
+        ({"streaming": 16, "evictor": "streaming"}, "leave out streaming"),
+        ({"streaming": 16, "evictor": "am-fast", "prefix_policy": "free"}, "leave out streaming"),
     ],
 )
 def test_what_cannot_be_carried_out_is_refused_in_one_sentence(world, tmp_path, changed, said):
@@ -308,11 +332,12 @@ def test_cells_are_told_apart_by_everything_in_them():
     others = {
         "model": "org/other", "benchmark": "plain:contexts=3", "evictor": "kvzip", "ratio": "0.4", "adapter": "a",
         "restore_tokens": 3, "protocol": "kvzip", "prefix_policy": "free", "on_tight": "clip", "allocation": "per-head",
-        "restore_from": "evicted", "offset": 8, "max_context": 50, "dtype": "bfloat16",
+        "restore_from": "evicted", "offset": 8, "max_context": 50, "dtype": "bfloat16", "storage": "int8",
+        "streaming": 512,
     }  # fmt: skip
     assert others.keys() == vars(cell).keys()
     names = {replace(cell, **{field: value}).name for field, value in others.items()} | {cell.name}
-    assert len(names) == 15 and all(len(name) < 200 and "/" not in name and ":" not in name for name in names)
+    assert len(names) == 17 and all(len(name) < 200 and "/" not in name and ":" not in name for name in names)
 
 
 def test_jobs_share_what_can_be_shared():

@@ -168,12 +168,9 @@ def squeezed(
 ) -> tuple[Prepared | Stream, RaggedCache]:
     """What the cache was made from, and the cache: in parts if the context is longer than `streaming` tokens."""
     tell = progress or (lambda phase: None)
-    if (streaming is not None or offload) and not isinstance(chosen, Eviction):
-        raise RestoreKVError("am-fast fits a cache to a full one in memory; leave out streaming and offload.")
+    if streaming is not None or offload:
+        streamable(chosen)
     if streaming is not None and len(parts(chosen.evictor, context, streaming)) > 1:
-        if chosen.adapter and chosen.conventions.restore_from == "full":
-            told = "The adapter learned to read full caches; with streaming it reads what is held at the end"
-            warnings.warn(f"{told}; expect worse answers.", RestoreKVWarning, stacklevel=3)
         stream = Stream(model, tokenizer, context, chosen.evictor, chosen.conventions, budget, chosen.adapter, tell)
         return stream, stream.run(streaming)
     elsewhere = {"offload": True} if offload else {}
@@ -181,6 +178,12 @@ def squeezed(
     tell("evict")
     with timed(prepared.seconds, "evict"):
         return prepared, prepared.at(budget, last=True)
+
+
+def streamable(chosen: Eviction | AttentionMatching) -> None:
+    """Refuses a method that wants the whole cache in memory."""
+    if not isinstance(chosen, Eviction):
+        raise RestoreKVError("am-fast fits a cache to a full one in memory; leave out streaming and offload.")
 
 
 def plan(

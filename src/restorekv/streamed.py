@@ -15,6 +15,7 @@ again with the next part. A restore pass reads all that is held before the last 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -29,11 +30,11 @@ from transformers.cache_utils import DynamicLayer
 from restorekv import attention
 from restorekv.budget import Budget
 from restorekv.cache import RaggedCache, RaggedLayer
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.evictors import Evictor
 from restorekv.models import CacheShape
 from restorekv.prefill import passing, prefill
-from restorekv.prepared import SINKS, Conventions, timed
+from restorekv.prepared import SINKS, Conventions, Ratio, timed
 from restorekv.probe import probing
 from restorekv.prompt import Context
 from restorekv.restore import RestoreAdapter
@@ -97,6 +98,7 @@ class Stream:
         shape, pieces = CacheShape.of(self.model), parts(self.evictor, self.context, chunk)
         size = shape.layers, shape.heads, self.context.positions
         self.scores = torch.full(size, GONE, device=self.model.device)
+        self.warn(len(pieces))
         cache = None
         for number, part in enumerate(pieces, 1):
             self.tell(f"part {number} of {len(pieces)}")
@@ -111,6 +113,12 @@ class Stream:
                 cache.settle()
         assert self.conventions.counted_pairs(cache, self.context) == self.budget.pairs
         return cache
+
+    def warn(self, pieces: int) -> None:
+        """Of an adapter used as it was not trained."""
+        if pieces > 1 and self.budget.restore_tokens and self.conventions.restore_from == "full":
+            told = "The adapter learned to read full caches; with streaming it reads what is held at the end"
+            warnings.warn(f"{told}; expect worse answers.", RestoreKVWarning, stacklevel=3)
 
     def read(self, cache: RaggedCache | None, part: Part) -> RaggedCache:
         """Prefills a part over what is held and writes its scores; the tail is then prefix and part."""
@@ -157,6 +165,32 @@ class Stream:
         pairs = min(self.budget.retained, int((competing > GONE).sum()))
         keep = self.conventions.allocation(competing, pairs)
         return torch.nn.functional.pad(keep, (prefix, 0), value=last)
+
+
+@dataclass
+class Streaming:
+    """What `Prepared` is to compressing at once: every budget reads the context anew, `chunk` tokens at a time.
+
+    `seconds` are those of the last one.
+    """
+
+    model: PreTrainedModel
+    tokenizer: Tokenizer
+    context: Context
+    evictor: Evictor
+    conventions: Conventions
+    chunk: int
+    restorer: RestoreAdapter | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def at(self, ratio: Ratio, restored: bool = True) -> RaggedCache:
+        """The cache at one budget; restored=False leaves the restore cache out."""
+        shape, restorer = CacheShape.of(self.model), self.restorer if restored else None
+        tokens = restorer.restore_tokens if restorer else 0
+        budget = self.conventions.budget(ratio, self.context, shape.layers, shape.heads, tokens)
+        made = Stream(self.model, self.tokenizer, self.context, self.evictor, self.conventions, budget, restorer)
+        self.seconds = made.seconds
+        return made.run(self.chunk)
 
 
 def as_tail(dense: DynamicLayer) -> RaggedLayer:

@@ -1,9 +1,10 @@
-"""What 8 bits a number and streaming cost in answers: python -m restorekv.bench.accuracy [DOCUMENTS].
+"""What 8 bits a number and streaming cost in answers: python -m restorekv.bench.accuracy [DOCUMENTS [FOLDER]].
 
 Documents of the bundled suite, compressed by KVzip with the bundled model in float32 and its restore adapter: held in
 float32, int8 and fp8 from one preparation, and streamed in parts of PART tokens (documents of at most PART tokens go
-the plain way). Scores are means over families x 100; a difference is paired with the same questions of the plain way,
-its interval a 95 % bootstrap over documents.
+the plain way). Cells of a grid like any other: FOLDER is a run that `restorekv report` reads, and one that was stopped
+goes on. Scores are means over families x 100; a difference is paired with the same questions of the plain way, its
+interval a 95 % bootstrap over documents.
 """
 
 from __future__ import annotations
@@ -11,59 +12,60 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
-import torch
-
-from restorekv.bundled.suite import documents
-from restorekv.compression import Eviction, load_adapter, squeezed
 from restorekv.errors import RestoreKVWarning
-from restorekv.evaluate import Cell, record
-from restorekv.models import CacheShape, load_model
+from restorekv.grid.cell import Cell
+from restorekv.grid.results import Result
+from restorekv.grid.run import Here, Progress
+from restorekv.grid.run import run as carry_out
+from restorekv.models import BUNDLED
 from restorekv.stats import compared
 from restorekv.storage import STORAGES
 
-EVICTOR, RATIOS, PART = "kvzip", (0.2, 0.05), 512
-PLAIN, *PACKED = STORAGES
-STREAMED = f"streaming {PART}"
-Key = tuple[str, float]
+RATIOS, PART = ("0.2", "0.05"), 512
+VARIANTS = {storage: {"storage": storage} for storage in STORAGES} | {f"streaming {PART}": {"streaming": PART}}
+Key = tuple[str, str]  # variant, ratio
 
 
-@torch.no_grad()
-def run(count: int, progress: Callable[[str], None] = lambda text: None) -> dict[Key, Cell]:
-    """A cell for every variant and ratio."""
-    model, tokenizer = load_model("bundled", dtype="float32")
-    base, shape = Eviction.make(EVICTOR), CacheShape.of(model)
-    eviction = Eviction(base.evictor, load_adapter(model, "auto", base))
-    cells: dict[Key, Cell] = {(name, ratio): Cell() for name in (PLAIN, *PACKED, STREAMED) for ratio in RATIOS}
-    for index, document in enumerate(documents(tokenizer, count)):
-        prepared = eviction.prepare(model, tokenizer, document.text)
-        for ratio in RATIOS:
-            for name in (PLAIN, *PACKED):
-                cache = prepared.at(ratio)
-                if name != PLAIN:
-                    cache.store(name)
-                record(cells[name, ratio], model, tokenizer, prepared, cache, index, document)
-            n = eviction.adapter.restore_tokens
-            budget = eviction.conventions.budget(ratio, prepared.context, shape.layers, shape.heads, n)
-            source, cache = squeezed(eviction, model, tokenizer, prepared.context, budget, PART, False, None)
-            record(cells[STREAMED, ratio], model, tokenizer, source, cache, index, document)
-        progress(f"{index + 1} of {count}")
-    return cells
+def cells(documents: int) -> dict[Key, Cell]:
+    """Every variant at every ratio, the plain ones first."""
+    place = {"model": BUNDLED, "benchmark": f"bundled:count={documents}", "dtype": "float32", "prefix_policy": "free"}
+    return {
+        (name, ratio): Cell(evictor="kvzip", ratio=ratio, adapter="auto", **place, **changed)
+        for name, changed in VARIANTS.items()
+        for ratio in RATIOS
+    }
 
 
-def markdown(cells: dict[Key, Cell]) -> str:
+def run(documents: int, folder: Path, progress: Callable[[str], None] = lambda text: None) -> dict[Key, Result]:
+    """What is missing in the folder is done."""
+    wanted = cells(documents)
+
+    def tell(told: Progress) -> None:
+        progress(f"{told.what}: {told.share:.0%}")
+
+    done = {result.cell: result for result in carry_out(list(wanted.values()), folder, Here(), tell)}
+    return {key: done[cell] for key, cell in wanted.items()}
+
+
+def markdown(results: dict[Key, Result]) -> str:
     """A row for every variant and ratio."""
     text = "| variant | r | score | difference | bytes held of plain |\n|---|---|---|---|---|\n"
-    for (name, ratio), cell in cells.items():
-        plain = cells[PLAIN, ratio]
-        found = compared(cell.answers, plain.answers)
-        share = sum(cell.bytes) / sum(plain.bytes)
+    for (name, ratio), result in results.items():
+        plain = results[STORAGES[0], ratio]
+        found = compared(result.answers, plain.answers)
+        share = result.summary["bytes"] / plain.summary["bytes"]
         gain = f"{found['gain']:+.1f} [{found['gain_low']:+.1f}, {found['gain_high']:+.1f}]"
-        text += f"| {name} | {ratio:g} | {found['score']:.1f} | {'' if name == PLAIN else gain} | {share:.3f} |\n"
+        text += f"| {name} | {ratio} | {found['score']:.1f} | {'' if result is plain else gain} | {share:.3f} |\n"
     return text
 
 
-if __name__ == "__main__":
+def main(documents: str = "52", folder: str = "runs/accuracy") -> None:
+    """Prints the table."""
     warnings.simplefilter("ignore", RestoreKVWarning)
-    found = run(int(sys.argv[1]) if len(sys.argv) > 1 else 52, lambda told: print(told, file=sys.stderr, flush=True))
-    print(markdown(found))
+    print(markdown(run(int(documents), Path(folder), lambda told: print(told, file=sys.stderr, flush=True))))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -42,6 +42,8 @@ def run(
     allocation: options.Allocation = "global",
     restore_from: options.RestoreFrom = "full",
     offset: options.Offset = 0,
+    storage: options.Storages = ("model",),
+    streaming: options.Streaming = None,
     max_context: Annotated[int, typer.Option(min=0, help="Cut longer contexts; 0: as the tokenizer does.")] = 0,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
@@ -52,10 +54,10 @@ def run(
     common = {
         "prefix_policy": prefix_policy, "on_tight": on_tight, "allocation": allocation, "restore_from": restore_from,
         "offset": offset, "max_context": max_context, "dtype": dtype, "restore_tokens": restore_tokens,
+        "streaming": streaming or 0,
     }  # fmt: skip
-    cells = Grid(
-        model, [named(each) for each in evictor], benchmark, protocol, ratio, seed or (), count, common
-    ).cells()
+    methods = [named(each) for each in evictor]
+    cells = Grid(model, methods, benchmark, protocol, ratio, seed or (), count, storage, common).cells()
     check(cells)
     if json:
         check_target(json)

@@ -24,9 +24,9 @@ RestoreFrom = Annotated[
     str, typer.Option(help="What the restore pass reads: full, or evicted (a control; its adapter is trained so).")
 ]
 Offset = Annotated[int, typer.Option(min=0, help="Positions between context and question (a control, no adapter).")]
-Storage = Annotated[
-    str, typer.Option(help=f"How the kept pairs are held: {', '.join(STORAGES)}; beside the ratio, not in it.")
-]
+STORAGE_HELP = f"How the kept pairs are held: {', '.join(STORAGES)}; beside the ratio, not in it."
+Storage = Annotated[str, typer.Option(help=STORAGE_HELP)]
+Storages = Annotated[list[str], typer.Option(help=f"{STORAGE_HELP} Repeatable.")]
 Streaming = Annotated[
     int | None,
     typer.Option(min=1, help="Compress as the prefill goes, so many tokens at a time; an approximation."),

@@ -19,7 +19,7 @@ class Cell:
 
     `evictor` is a spec, or "full" for the full cache; `adapter` is what `load_adapter` takes, None for the base alone.
     Of the conventions, None means the protocol's. `max_context` cuts longer contexts at their end (0: the longest that
-    the model takes).
+    the model takes). `streaming` compresses so many tokens at a time (0: all at once); see streamed.py.
     """
 
     model: str
@@ -36,6 +36,8 @@ class Cell:
     offset: int = 0
     max_context: int = 0
     dtype: str = "auto"
+    storage: str = "model"
+    streaming: int = 0
 
     @classmethod
     def full(cls, **common: object) -> Cell:
@@ -54,7 +56,7 @@ class Cell:
     @property
     def preparation(self) -> tuple[str, ...]:
         """Cells that agree in this share prefill and scores of a context."""
-        return (*self.place, self.evictor)
+        return (*self.place, str(self.streaming), self.evictor)
 
     @property
     def place(self) -> tuple[str, ...]:

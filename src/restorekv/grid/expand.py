@@ -33,6 +33,7 @@ class Grid:
     ratios: Sequence[str] = ("0.4", "0.2", "0.1", "0.05")
     seeds: Sequence[int] = ()
     count: int | None = None
+    storages: Sequence[str] = ("model",)
     common: dict[str, object] = field(default_factory=dict)
 
     def cells(self) -> list[Cell]:
@@ -41,14 +42,14 @@ class Grid:
 
     def every(self) -> Iterator[Cell]:
         ratios = sorted({shortest(ratio) for ratio in self.ratios}, key=float, reverse=True)
-        bare = ("on_tight", "allocation", "restore_from", "offset", "prefix_policy", "restore_tokens")
+        bare = ("on_tight", "allocation", "restore_from", "offset", "prefix_policy", "restore_tokens", "streaming")
         plain = {key: value for key, value in self.common.items() if key not in bare}
         for model, protocol, benchmark in product(self.models, self.protocols, self.asked()):
             place = {"model": model, "protocol": protocol, "benchmark": benchmark}
             yield Cell.full(**place, **plain)
-            for (text, source), ratio in product(self.methods, ratios):
+            for storage, (text, source), ratio in product(self.storages, self.methods, ratios):
                 evictor = known(text)
-                common = {**place, **self.common, "evictor": evictor, "ratio": ratio}
+                common = {**place, **self.common, "evictor": evictor, "ratio": ratio, "storage": storage}
                 yield Cell(**{**common, "restore_tokens": None, "restore_from": "full"})
                 adapter = self.shipped(model, evictor) if source == SHIPPED else source
                 if adapter is not None:

@@ -150,6 +150,8 @@ def press(cell: Cell, facts: Mapping) -> str:
         return "no_press"
     kvpress_own = {"prefix_policy": "counted", "allocation": "global", "restore_from": "full", "offset": 0}
     changed = [f"{key}={facts[key]}" for key, value in kvpress_own.items() if facts[key] != value]
+    changed += [cell.storage] if cell.storage != "model" else []
+    changed += [f"streaming={cell.streaming}"] if cell.streaming else []
     if not changed and (cell.evictor, cell.restored) in PRESSES:
         return PRESSES[cell.evictor, cell.restored]
     words = ["restorekv", cell.evictor, *(["restored"] if cell.restored else []), *changed]
@@ -160,6 +162,7 @@ def made_with(cell: Cell, facts: Mapping) -> str:
     if cell.evictor == FULL:
         return "None"
     made = {key: facts[key] for key in ("method", "prefix_policy", "allocation", "restore_from", "offset", "on_tight")}
+    made |= {"storage": cell.storage, "streaming": cell.streaming}
     made |= {"ratio": cell.ratio, "adapter": cell.adapter, **(facts["adapter"] or {})}
     return f"restorekv {facts['versions']['restorekv']}: " + ", ".join(f"{key}={value}" for key, value in made.items())
 

@@ -26,7 +26,8 @@ def row(result: Result, base: Result | None, full: Result | None) -> dict:
     told = {
         "model": cell.model, "benchmark": cell.benchmark, "protocol": cell.protocol, "evictor": cell.evictor,
         "method": facts["method"], "restored": cell.restored, "adapter": facts["adapter"] and facts["adapter"]["hash"],
-        "label": label(cell), "ratio": cell.value, **{key: facts[key] for key in CONVENTIONS},
+        "label": label(cell), "ratio": cell.value, "storage": cell.storage, "streaming": cell.streaming,
+        **{key: facts[key] for key in CONVENTIONS},
         **{key: found[key] for key in (*HELD, "score", "low", "high", "questions")},
         "tasks": {task: each["score"] for task, each in found["tasks"].items()}, "groups": dict(found["groups"]),
     }  # fmt: skip
@@ -61,6 +62,8 @@ def label(cell: Cell) -> str:
     told += [f"n = {cell.restore_tokens}"] if cell.restore_tokens else []
     told += [cell.allocation] if cell.allocation != "global" else []
     told += ["from the evicted cache"] if cell.restore_from != "full" else []
+    told += [f"streamed by {cell.streaming}"] if cell.streaming else []
+    told += [cell.storage] if cell.storage != "model" else []
     return ", ".join([*told, *([f"offset {cell.offset}"] if cell.offset else [])])
 
 

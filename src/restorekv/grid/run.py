@@ -10,10 +10,10 @@ from typing import Protocol
 
 import numpy as np
 
-from restorekv import tasks
+from restorekv import storage, tasks
 from restorekv.atomic import locked, write_json
 from restorekv.budget import exact_ratio
-from restorekv.compression import method
+from restorekv.compression import method, streamable
 from restorekv.errors import RestoreKVError
 from restorekv.grid.cell import FULL, Cell
 from restorekv.grid.facts import facts
@@ -137,8 +137,11 @@ def check(cells: Sequence[Cell]) -> None:
     for cell in cells:
         tasks.make(cell.benchmark)
         exact_ratio(cell.ratio)
+        storage.check(cell.storage)
         if cell.evictor != FULL:
-            method(cell.evictor, cell.conventions(make(cell.protocol).prefix_policy))
+            made = method(cell.evictor, cell.conventions(make(cell.protocol).prefix_policy))
+            if cell.streaming:
+                streamable(made)
 
 
 def lacking(results: dict[Cell, Result], names: Sequence[str]) -> Missing:

@@ -23,10 +23,12 @@ from restorekv.prefill import prefill
 from restorekv.prepared import PLAIN, Conventions, Prepared, timed
 from restorekv.prompt import Context
 from restorekv.restore import RestoreAdapter
+from restorekv.streamed import Streaming
 from restorekv.tasks import Sample
 
 Seconds = dict[str, float]
 Line = tuple[Cell, dict, Seconds]  # a cell, its answers to one context, and what they took
+View = tuple[Prepared | Streaming, list[Cell], Seconds]  # what makes caches, whose, what it took for the first of them
 
 
 class Worker:
@@ -70,14 +72,10 @@ class Worker:
         """A sample's questions asked of every cell in turn; what is expensive is done once, and only if needed."""
         sample, first = self.by_id[name], self.job.first
         context, cut = self.protocol.context(first.model, self.tokenizer, sample.context, first.max_context)
-        prepared = self.prepare(context, only_full=all(cell.evictor == FULL for cell in cells))
-        borne = dict(prepared.seconds)  # by the first cell that profits
-        for key, view in self.views(prepared, cells):
-            borne |= {phase: took for phase, took in view.seconds.items() if phase not in prepared.seconds}
-            for cell in (cell for cell in cells if self.treatment(cell) == key):
+        for view, members, borne in self.views(context, cells):
+            for cell in members:
                 seconds, borne = borne, {}
-                with timed(seconds, "evict"), torch.no_grad():
-                    cache = view.at(cell.ratio, restored=cell.restored)
+                cache = self.cache(view, cell, seconds)
                 with timed(seconds, "ask"):
                     told = self.ask(context, cache, sample)
                 held = {
@@ -89,8 +87,20 @@ class Worker:
                 yield cell, {**held, "answers": told}, seconds
 
     def treatment(self, cell: Cell) -> tuple:
-        """Cells that agree in this differ in the ratio alone."""
+        """Cells that agree in this differ in ratio and storage alone."""
         return (cell.evictor == FULL, cell.adapter, cell.restore_tokens, self.conventions(cell))
+
+    @torch.no_grad()
+    def cache(self, view: Prepared | Streaming, cell: Cell, seconds: Seconds) -> RaggedCache:
+        """The cell's, held as it says."""
+        spent: Seconds = {}
+        with timed(spent, "evict"):
+            cache = view.at(cell.ratio, restored=cell.restored)
+        seconds |= view.seconds if isinstance(view, Streaming) else spent
+        if cell.storage != "model":
+            with timed(seconds, "evict"):
+                cache.store(cell.storage)
+        return cache
 
     def prepare(self, context: Context, only_full: bool) -> Prepared:
         """Prefill and, unless only the full cache is asked, scores."""
@@ -106,12 +116,30 @@ class Worker:
         return Prepared(self.model, context, full, unscored, PLAIN, 0, seconds)
 
     @torch.no_grad()
-    def views(self, prepared: Prepared, cells: Sequence[Cell]) -> Iterator[tuple[tuple, Prepared]]:
+    def views(self, context: Context, cells: Sequence[Cell]) -> Iterator[View]:
         """The preparation under each treatment; one restore pass for each adapter and convention."""
-        for key, cell in {self.treatment(cell): cell for cell in reversed(cells)}.items():
-            view = replace(prepared, conventions=self.conventions(cell)) if self.plain(cell) else prepared
-            adapter = self.adapters[cell]
-            yield key, view.restored_by(adapter) if adapter else view
+        groups: dict[tuple, list[Cell]] = {}
+        for cell in cells:
+            groups.setdefault(self.treatment(cell), []).append(cell)
+        if self.job.first.streaming:
+            yield from ((self.streaming(context, members[0]), members, {}) for members in groups.values())
+            return
+        prepared = self.prepare(context, only_full=all(cell.evictor == FULL for cell in cells))
+        borne = dict(prepared.seconds)
+        for members in groups.values():
+            first, adapter = members[0], self.adapters[members[0]]
+            view = replace(prepared, conventions=self.conventions(first)) if self.plain(first) else prepared
+            view = view.restored_by(adapter) if adapter else view
+            borne |= {phase: took for phase, took in view.seconds.items() if phase not in prepared.seconds}
+            yield view, members, borne
+            borne = {}
+
+    def streaming(self, context: Context, cell: Cell) -> Streaming:
+        """A pass over the context for each of its ratios."""
+        conventions = self.conventions(cell)
+        made = self.protocol.adapted(method(cell.evictor, conventions), context.prefix)
+        adapter = self.adapters[cell]
+        return Streaming(self.model, self.tokenizer, context, made.evictor, conventions, cell.streaming, adapter)
 
     def plain(self, cell: Cell) -> bool:
         """Whether the conventions may be chosen after scoring: not where a method builds its cache by them."""

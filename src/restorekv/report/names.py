@@ -85,6 +85,10 @@ class Names:
             told.append(f"offset {method.offset}")
         if method.allocation != "global":
             told.append(f"{method.allocation} allocation")
+        if method.streaming:
+            told.append(f"streamed {method.streaming} tokens at a time")
+        if method.storage != "model":
+            told.append(f"held in {method.storage}")
         if any(method == replace(other, on_tight=method.on_tight) for other in self.methods if other != method):
             told.append(TIGHT[method.on_tight])
         return told

@@ -42,6 +42,8 @@ class Method:
     on_tight: str
     restore_from: str
     offset: int
+    storage: str
+    streaming: int
 
     @property
     def restored(self) -> bool:
@@ -204,8 +206,9 @@ def method_of(result: Result) -> Method:
     """Settings that a base alone has no use for are left out, so that it is one method."""
     cell = result.cell
     made = Method(
-        cell.evictor, cell.adapter, cell.restore_tokens, cell.allocation, cell.on_tight, cell.restore_from, cell.offset
-    )
+        cell.evictor, cell.adapter, cell.restore_tokens, cell.allocation, cell.on_tight, cell.restore_from, cell.offset,
+        cell.storage, cell.streaming,
+    )  # fmt: skip
     return made if made.restored else replace(made.base, offset=cell.offset)
 
 
