@@ -6,13 +6,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from restorekv import bench
-from restorekv.bench import Options, middle_of, ratios, run
+from restorekv.bench import Options, middle_of, operations, ratios, run
 from restorekv.bench.meter import STATUS, Clock, Peak
 from restorekv.bench.table import tables
-from restorekv.bench.workload import save_tokenizer, text_of
+from restorekv.bench.workload import SHAPE, save_tokenizer, text_of
 from restorekv.errors import RestoreKVError
 
 TINY = {
@@ -69,6 +72,21 @@ def test_both_sides_are_compared():
         }
     )  # fmt: skip
     assert "refused: Could not find fake keys" in text and "kvpress 0.5.5" in text and "compress 0.50" in text
+
+
+def test_operations_are_those_that_pytorch_counts():
+    """PyTorch counts every pair of a block where a causal pass needs half of them."""
+    shape = {**SHAPE, **TINY}
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(Qwen3Config(**shape, attn_implementation="eager")).model
+        ids = torch.zeros(1, 50, dtype=torch.long)
+    with FlopCounterMode(display=False) as counted:
+        model(ids)
+    assert operations.passed(shape, 50, 50) == pytest.approx(counted.get_total_flops(), rel=1e-3)
+    pairs = sum(range(1, 51)) / 50
+    assert operations.prefill(shape, 50) == operations.passed(shape, 50, pairs)
+    passes = operations.passed(shape, 4 + 38, 8 + 43 / 2) + operations.passed(shape, 4 + 72, 8 + 77 / 2)
+    assert operations.kvzip(shape, 8, chunk=4) == passes
 
 
 def test_medians_over_repetitions():

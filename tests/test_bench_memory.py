@@ -8,8 +8,9 @@ from test_bench_scorers import TINY
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from restorekv.bench import accuracy
-from restorekv.bench.memory import Options, bound, growth, markdown, measure, run
+from restorekv.bench.memory import Options, growth, measure, run
 from restorekv.bench.memory_on_paper import LENGTHS, MODELS, table
+from restorekv.bench.memory_table import bound, markdown
 from restorekv.bench.workload import SHAPE, save_model, save_tokenizer
 from restorekv.errors import RestoreKVError
 

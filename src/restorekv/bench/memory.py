@@ -37,7 +37,6 @@ from restorekv.bench.machine import described
 from restorekv.bench.meter import REFERENCES, resident, serve
 from restorekv.bench.workload import SHAPE, save_model, save_tokenizer, text_of
 from restorekv.budget import exact_ratio
-from restorekv.compressed import size
 from restorekv.compression import compress
 from restorekv.errors import RestoreKVError
 from restorekv.models import CacheShape, load_model
@@ -219,56 +218,6 @@ def exponent(early: dict, late: dict, name: str) -> float:
 def names_of(rows: Sequence[dict]) -> list[str]:
     """The phases that all rows have; a text that fits into one part is not streamed."""
     return [name for name in rows[-1]["phases"] if all(name in row["phases"] for row in rows)]
-
-
-def markdown(result: dict) -> str:
-    """Memory, then seconds and exponents."""
-    model, machine = result["model"], result["machine"]
-    told = "a cache filled with random numbers" if result["filled"] else "a real prefill"
-    text = (
-        f"{result['evictor']}, r = {result['ratio']:g}, {told}; random weights, "
-        f"{model['parameters'] / 1e6:,.0f} million parameters ({model['num_hidden_layers']} layers), {model['dtype']}, "
-        f"{machine['threads']} threads on {machine['processor']}. Bytes above what was resident before.\n\n"
-    )
-    for mode in {row["mode"]: None for row in result["rows"]}:
-        rows = [row for row in result["rows"] if row["mode"] == mode]
-        text += memory_table(mode, rows) + "\n" + seconds_table(mode, rows, result["growth"][mode]) + "\n"
-    return text
-
-
-def memory_table(mode: str, rows: Sequence[dict]) -> str:
-    """Of one mode: what must be there, what was, and what is over."""
-    names = list({name: None for row in rows for name in row["phases"]})
-    text = f"| {mode}: T | full cache | bound without workspace | {' peak | '.join(names)} peak |"
-    text += " workspace | whole process |\n" + "|---" * (len(names) + 5) + "|\n"
-    for row in rows:
-        cells = [f"{row['tokens']:,}", size(row["full"]), size(bound(row))]
-        cells += [size(row["phases"][name]["peak"]) if name in row["phases"] else "" for name in names]
-        over = max(row["peak"] - bound(row), 0)
-        text += f"| {' | '.join([*cells, size(over), size(row['before'] + row['peak'])])} |\n"
-    return text
-
-
-def bound(row: dict) -> int:
-    """What a mode may hold besides its workspace."""
-    each = {"plain": ("full", "layer"), "offload": ("layer", "layer", "kept"), "streaming": ("kept", "part")}
-    return row["scores"] + sum(row[name] for name in each[row["mode"]])
-
-
-def seconds_table(mode: str, rows: Sequence[dict], exponents: dict[str, list[float]]) -> str:
-    """Of one mode: each phase's seconds and growth, and the share of the restore pass."""
-    heads = " | ".join(f"T = {row['tokens']:,}" for row in rows)
-    text = f"| {mode}: phase, s | {heads} | exponents |\n"
-    text += "|---" * (len(rows) + 2) + "|\n"
-    for name, grown in exponents.items():
-        seconds = " | ".join(f"{row['phases'][name]['seconds']:.2f}" for row in rows)
-        text += f"| {name} | {seconds} | {', '.join(f'{each:.2f}' for each in grown)} |\n"
-    if "restore" in exponents:
-        shares = (
-            row["phases"]["restore"]["seconds"] / sum(p["seconds"] for p in row["phases"].values()) for row in rows
-        )
-        text += f"| restore pass, share of all | {' | '.join(f'{share:.2%}' for share in shares)} | |\n"
-    return text
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from rich.table import Table
 
-from restorekv.bench import KVPRESS, OURS
+from restorekv.bench import KVPRESS, OURS, operations
 from restorekv.compressed import size
 
 Cell = Callable[[dict], str]
@@ -23,6 +23,8 @@ def tables(result: dict) -> Iterator[Table | str]:
     for tokens, ratios in result["ratios"].items():
         known = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items() if ratio is not None)
         yield f"T = {int(tokens):,}, r = {result['ratio']:g}, ours / kvpress: {known}."
+    for tokens in sorted({tokens for tokens, _ in sides}):
+        yield floor(tokens, sides[tokens, OURS], sides.get((tokens, KVPRESS)), model)
     if result["note"]:
         yield result["note"]
 
@@ -38,6 +40,19 @@ def table(tokens: int, ours: dict, kvpress: dict | None, result: dict) -> Table:
     for name, cell in rows(r):
         made.add_row(name, cell(ours), *([cell(kvpress)] if kvpress else []), end_section=name.startswith("peak"))
     return made
+
+
+def floor(tokens: int, ours: dict, kvpress: dict | None, model: dict) -> str:
+    """How long it would take if scoring's products ran as fast as the prefill's."""
+    first, scoring = operations.prefill(model, tokens), operations.kvzip(model, tokens)
+    seconds, share = ours["seconds"], scoring / first
+    least = seconds["prefill"] * (1 + share)
+    against = f", {least / kvpress['seconds']['total']:.2f} of kvpress's time" if kvpress else ""
+    return (
+        f"T = {tokens:,}: scoring is {scoring / 1e12:.2f} TFLOP, {share:.2f} times the prefill's {first / 1e12:.2f}, "
+        f"and took {seconds['score'] / seconds['prefill']:.2f} times its time; at the prefill's rate all of it takes "
+        f"{least:.1f} s{against}."
+    )
 
 
 def rows(r: str) -> list[tuple[str, Cell]]:

@@ -7,9 +7,10 @@ import typer
 from transformers import logging
 
 from restorekv.atomic import check_target, write_json
-from restorekv.bench.memory import MODES, Options, markdown
+from restorekv.bench.memory import MODES, Options
 from restorekv.bench.memory import run as measure
 from restorekv.bench.memory_on_paper import table
+from restorekv.bench.memory_table import markdown
 from restorekv.cli.bench import lengths
 from restorekv.cli.session import measuring, output
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from matplotlib.axes import Axes
 
-from restorekv.bench.memory import bound
+from restorekv.bench.memory_table import bound
 from restorekv.report import draw
 from restorekv.report.blocks import WIDE, Chart, Mark, Panel, at
 from restorekv.report.efficiency import PHASES

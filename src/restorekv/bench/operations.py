@@ -1,0 +1,37 @@
+"""Operations that a compression cannot do without: the floor under its time where products run at full speed.
+
+Multiplications and additions of the matrix products of a decoder with L layers, width d, F columns of the MLP, H KV
+heads, G query heads each and head dim D. R rows of which each reads P pairs cost
+
+    2 L R (d H G D + 2 d H D + H G D d + 3 d F)    linear layers
+    4 L R P H G D                                  attention: queries by keys, weights by values
+
+A prefill of T tokens reads (T + 1) / 2 pairs a row. KVzip repeats every chunk over the whole cache and itself:
+T + (Q + 1) / 2 pairs for each of its Q rows, instruction included. Scoring shares none of the prefill's products, since
+the rows are others.
+"""
+
+from collections.abc import Mapping
+
+from restorekv.evictors.kvzip import FIRST, HINT, LATER, KVzip
+
+
+def passed(shape: Mapping[str, int], rows: int, pairs: float) -> float:
+    """Of a pass of so many rows, each reading so many pairs on average; `shape` as in workload.SHAPE."""
+    width, queries = shape["hidden_size"], shape["num_attention_heads"] * shape["head_dim"]
+    keys = shape["num_key_value_heads"] * shape["head_dim"]
+    linear = 2 * width * (queries + keys) + 3 * width * shape["intermediate_size"]
+    return 2 * shape["num_hidden_layers"] * rows * (linear + 2 * pairs * queries)
+
+
+def prefill(shape: Mapping[str, int], tokens: int) -> float:
+    return passed(shape, tokens, (tokens + 1) / 2)
+
+
+def kvzip(shape: Mapping[str, int], tokens: int, chunk: int = KVzip.chunk) -> float:
+    """Of all its passes; a character of the instruction is a token, as in the benchmark."""
+    total = 0.0
+    for start in range(0, tokens, chunk):
+        rows = min(chunk, tokens - start) + (len(LATER) + HINT if start else len(FIRST))
+        total += passed(shape, rows, tokens + (rows + 1) / 2)
+    return total
