@@ -307,6 +307,7 @@ def test_answers_to_contexts_that_are_not_asked_are_refused(world, tmp_path):
         ({"model": "no/such/folder"}, "no/such/folder"),
         ({"adapter": "no/such/adapter"}, "no/such/adapter"),
         ({"max_context": 3}, "no room"),
+        ({"dtype": "float7"}, "dtype is one of"),
         ({"storage": "int4"}, "storage is one of"),
         ({"streaming": 16, "evictor": "streaming"}, "leave out streaming"),
         ({"streaming": 16, "evictor": "am-fast", "prefix_policy": "free"}, "leave out streaming"),

@@ -17,7 +17,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.grid.cell import Cell
 from restorekv.grid.results import load
 from restorekv.report import build, draw
-from restorekv.report.names import Names
+from restorekv.report.names import Names, ending
 from restorekv.report.paired import pairs
 from restorekv.report.runs import read, unseeded
 from restorekv.stats import Answer, compared
@@ -335,3 +335,16 @@ def test_a_page_with_more_beside_it_stays(tmp_path):
         build.report(tmp_path)
     assert (tmp_path / "report" / "index.html").exists()
     assert build.report(tmp_path, tmp_path / "page").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "others", "told"),
+    [
+        ("runs/mine/adapter", {"runs/mine/adapter", None}, "adapter"),
+        ("runs/mine/adapter", {"runs/mine/adapter", "runs/other/adapter"}, "mine/adapter"),
+        ("a/x/adapter/", {"a/x/adapter/", "b/x/adapter", "me/adapter"}, "a/x/adapter/"),
+        ("adapter", {"adapter", "mine/adapter"}, "adapter"),
+    ],
+)
+def test_adapters_in_folders_of_one_name_are_told_apart(name, others, told):
+    assert ending(name, others) == told

@@ -14,8 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import attention
-from restorekv.errors import ModelError
+from restorekv.errors import ModelError, RestoreKVError
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 BUNDLED = "bundled"
 SAMPLES = 64
 FINGERPRINTS: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # of models spread over processes
@@ -66,6 +67,7 @@ def load_model(
     `rope` changes entries of the config's RoPE, such as {"rope_type": "yarn", "factor": 4.0,
     "original_max_position_embeddings": 32768}.
     """
+    check_dtype(dtype)
     source = model_source(name)
     device = usable_device(device)
     tokenizer = load_tokenizer(name)
@@ -80,6 +82,12 @@ def load_model(
         raise unloadable(name, error) from error
     CacheShape.of(model)
     return model.to(device).eval().requires_grad_(False), tokenizer
+
+
+def check_dtype(name: str | torch.dtype) -> None:
+    """Refuses a name that is none of DTYPES."""
+    if isinstance(name, str) and name not in DTYPES:
+        raise RestoreKVError(f"The dtype is one of {', '.join(DTYPES)}, not {name!r}.")
 
 
 def stretch(config: PretrainedConfig, rope: Mapping[str, object]) -> None:

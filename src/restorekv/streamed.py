@@ -118,7 +118,7 @@ class Stream:
         """Of an adapter used as it was not trained."""
         if pieces > 1 and self.budget.restore_tokens and self.conventions.restore_from == "full":
             told = "The adapter learned to read full caches; with streaming it reads what is held at the end"
-            warnings.warn(f"{told}; expect worse answers.", RestoreKVWarning, stacklevel=3)
+            warnings.warn(f"{told}; expect worse answers.", RestoreKVWarning, stacklevel=6)  # the caller of `compress`
 
     def read(self, cache: RaggedCache | None, part: Part) -> RaggedCache:
         """Prefills a part over what is held and writes its scores; the tail is then prefix and part."""

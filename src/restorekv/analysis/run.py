@@ -6,7 +6,6 @@ OUT/analysis/<what>-<label>.jsonl   the settings, then a line a document, each w
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from restorekv.grid.results import append_line, complete_lines, differences
 from restorekv.models import model_name
 from restorekv.protocols import Protocol
 from restorekv.tasks import Benchmark, Sample
+from restorekv.tasks.base import digest
 
 FOLDER = "analysis"
 ANALYSES: dict[str, ModuleType] = {
@@ -152,14 +152,6 @@ def settings_of(
         "ratios": [float(exact_ratio(ratio)) for ratio in ratios],
         "interval": "95 %, bootstrap over documents",
     }
-
-
-def digest(samples: Sequence[Sample]) -> str:
-    """16 hex digits of all that is asked."""
-    told = hashlib.sha256()
-    for sample in samples:
-        told.update(repr((sample.id, sample.context, sample.questions)).encode())
-    return told.hexdigest()[:16]
 
 
 def label_of(*parts: str) -> str:

@@ -9,8 +9,9 @@ import typer
 from rich.markup import escape
 
 from restorekv import adapter_file, card_results, hub, model_card
-from restorekv.cli.session import DTYPES, output, phase
-from restorekv.errors import AdapterError, RestoreKVError
+from restorekv.cli.session import output, phase
+from restorekv.errors import AdapterError
+from restorekv.models import DTYPES, check_dtype
 
 
 def run(
@@ -31,8 +32,7 @@ def run(
 ) -> None:
     if not folder.is_dir():
         raise AdapterError(f"{folder} is no folder; give that of a trained adapter.")
-    if dtype not in DTYPES:
-        raise RestoreKVError(f"The dtype is one of {', '.join(DTYPES)}, not {dtype!r}.")
+    check_dtype(dtype)
     stored = adapter_file.read(folder)
     if stored.card is None:
         raise AdapterError(

@@ -14,10 +14,9 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.context_file import Manifest
 from restorekv.errors import RestoreKVError
-from restorekv.models import load_model
+from restorekv.models import check_dtype, load_model
 from restorekv.prepared import PLAIN
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 output, notes = Console(), Console(stderr=True)
 
 
@@ -44,8 +43,7 @@ def quiet() -> None:
 
 def open_model(name: str, dtype: str = "auto", device: str = "cpu") -> tuple[PreTrainedModel, Tokenizer]:
     """`load_model` without the remarks that transformers prints."""
-    if dtype not in DTYPES:
-        raise RestoreKVError(f"The dtype is one of {', '.join(DTYPES)}, not {dtype!r}.")
+    check_dtype(dtype)
     quiet()
     with phase(f"loading {name}"):
         return load_model(name, dtype, device)

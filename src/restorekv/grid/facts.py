@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-
 from restorekv import facts as common
 from restorekv.compression import method
 from restorekv.grid.cell import FULL, Cell
 from restorekv.grid.worker import Worker
+from restorekv.tasks.base import digest
 
 
 def facts(worker: Worker, cell: Cell) -> dict:
@@ -19,7 +18,7 @@ def facts(worker: Worker, cell: Cell) -> dict:
         "adapter": adapter.identity() if adapter else None,
         "benchmark": {
             **worker.benchmark.described(), "title": worker.benchmark.title, "spec": worker.benchmark.spec,
-            "samples": len(worker.samples), "digest": digest(worker),
+            "samples": len(worker.samples), "digest": digest(worker.samples),
             "questions": sum(len(sample.questions) for sample in worker.samples),
         },
         "protocol": worker.protocol.described(cell.model, worker.tokenizer),
@@ -39,11 +38,3 @@ def identity(worker: Worker, cell: Cell) -> str:
     context, _ = worker.protocol.context(cell.model, worker.tokenizer, "any text")
     made = worker.protocol.adapted(method(cell.evictor, worker.conventions(cell)), context.prefix)
     return made.identity(worker.model)
-
-
-def digest(worker: Worker) -> str:
-    """16 hex digits of all that is asked."""
-    told = hashlib.sha256()
-    for sample in worker.samples:
-        told.update(repr((sample.id, sample.context, sample.questions)).encode())
-    return told.hexdigest()[:16]

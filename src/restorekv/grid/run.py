@@ -20,6 +20,7 @@ from restorekv.grid.facts import facts
 from restorekv.grid.job import Job, jobs
 from restorekv.grid.results import CELLS, SUMMARY, Result, opened
 from restorekv.grid.worker import Line, Worker
+from restorekv.models import check_dtype
 from restorekv.protocols import make
 from restorekv.stats import Answer, compared, family_means
 
@@ -138,6 +139,7 @@ def check(cells: Sequence[Cell]) -> None:
         tasks.make(cell.benchmark)
         exact_ratio(cell.ratio)
         storage.check(cell.storage)
+        check_dtype(cell.dtype)
         if cell.evictor != FULL:
             made = method(cell.evictor, cell.conventions(make(cell.protocol).prefix_policy))
             if cell.streaming:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import replace
 
 from restorekv import protocols
@@ -24,6 +25,16 @@ def slug(*words: str) -> str:
 def model(name: str) -> str:
     """The last part of a path or hub id."""
     return name.rstrip("/").rsplit("/", 1)[-1]
+
+
+def ending(name: str, others: Collection[str | None]) -> str:
+    """The last parts of a path or hub id, as many as tell it from the others."""
+    parts = [tuple(str(other).rstrip("/").split("/")) for other in others]
+    mine = tuple(name.rstrip("/").split("/"))
+    for count in range(1, len(mine)):
+        if sum(other[-count:] == mine[-count:] for other in parts) <= 1:
+            return "/".join(mine[-count:])
+    return name
 
 
 def spoken(name: str) -> str:
@@ -76,7 +87,7 @@ class Names:
         told = []
         adapters = {other.adapter for other in self.methods if other.evictor == method.evictor and other.restored}
         if method.adapter not in (None, AUTO) and len(adapters) > 1:
-            told.append(f"adapter {model(str(method.adapter))}")
+            told.append(f"adapter {ending(str(method.adapter), adapters)}")
         if method.restore_tokens is not None:
             told.append(f"n = {method.restore_tokens}")
         if method.restore_from != "full":

@@ -6,6 +6,7 @@ prompt texts are here; what a protocol puts around them (templates, stops, lengt
 
 from __future__ import annotations
 
+import hashlib
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
@@ -87,6 +88,14 @@ class Benchmark(ABC):
     def groups(self) -> Mapping[str, tuple[str, ...]]:
         """Named groups of tasks that tables show (LongBench's categories); none by default."""
         return {}
+
+
+def digest(samples: Iterable[Sample]) -> str:
+    """16 hex digits of all that is asked."""
+    told = hashlib.sha256()
+    for sample in samples:
+        told.update(repr((sample.id, sample.context, sample.questions)).encode())
+    return told.hexdigest()[:16]
 
 
 def evenly(samples: Iterable[Sample], count: int, seed: int) -> list[Sample]:
