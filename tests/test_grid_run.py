@@ -22,6 +22,7 @@ from restorekv.grid.run import LOCK, run
 from restorekv.models import load_model
 from restorekv.prompt import question_ids
 from restorekv.restore import RestoreAdapter
+from restorekv.streamed import Stream
 
 RATIOS = ("0.8", "0.6", "0.5", "0.4", "0.3")
 
@@ -111,16 +112,20 @@ def test_answers_are_those_of_compress(world, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:The adapter learned to read full caches")
-def test_storage_and_streaming_are_fields_of_a_cell(world, counted, tmp_path):
+def test_storage_and_streaming_are_fields_of_a_cell(world, counted, tmp_path, monkeypatch):
     """One preparation serves every storage; a streamed cell reads the context for itself, as `compress` does."""
     model, tokenizer = load_model(model_of(world))
     cells = grid(model_of(world), "plain:contexts=1", ratios=("0.5",), adapters=(None, str(world / "adapter")))
     plain = cells[1:]
     run([*cells, *(replace(cell, storage="int8") for cell in plain)], tmp_path)
     assert counted == {"prefill": 1, "score": 1, "restore": 1}
-    streamed = [replace(cell, streaming=20, storage=storage) for cell in plain for storage in ("model", "fp8")]
+    streamed = [replace(cell, streaming=20, storage=storage) for storage in ("model", "fp8") for cell in plain]
+    passes, real = [], Stream.run
+    monkeypatch.setattr(Stream, "run", lambda self, chunk: passes.append(chunk) or real(self, chunk))
+    done = run(streamed, tmp_path)
+    assert passes == [20, 20], "one alone and one restored, which serve both storages"
     (sample,) = Plain(contexts=1).samples(tokenizer, "kvpress")
-    for result in run(streamed, tmp_path):
+    for result in done:
         cell, (line,) = result.cell, result.lines
         how = {key: getattr(cell, key) for key in ("evictor", "adapter", "ratio", "storage", "streaming", "on_tight")}
         made = compress(model, tokenizer, sample.context, prefix_policy="counted", **how)
@@ -128,7 +133,7 @@ def test_storage_and_streaming_are_fields_of_a_cell(world, counted, tmp_path):
         told = made.ask([question.text for question in sample.questions], max_new_tokens=4)
         assert [answer["prediction"].strip() for answer in line["answers"]] == [text.strip() for text in told]
     labels = {row["label"] for row in rows(results.load(tmp_path)) if not row["restored"]}
-    assert labels == {"", "int8", "streamed by 20", "streamed by 20, fp8"}
+    assert labels == {"", "int8", *(f"streamed 20 tokens at a time{more}" for more in ("", ", fp8"))}
 
 
 def test_scores_are_means_over_tasks(world, tmp_path):
@@ -319,6 +324,26 @@ def test_what_cannot_be_carried_out_is_refused_in_one_sentence(world, tmp_path, 
         run([replace(cell, **changed) for cell in cells[1:]], tmp_path)
     assert one_sentence(raised)
     assert not list(tmp_path.rglob(results.ANSWERS))
+
+
+def test_what_cannot_stream_is_refused_before_anything_is_asked(world, tmp_path):
+    cells = grid(model_of(world), "plain", ("streaming",))
+    with pytest.raises(RestoreKVError, match="scores a context as a whole"):
+        run([cells[0], *(replace(cell, streaming=16) for cell in cells[1:])], tmp_path)
+    assert not list(tmp_path.rglob(results.ANSWERS))
+
+
+def test_cells_of_older_runs_are_found_again(tmp_path):
+    """A name from before `storage` and `streaming` were fields, and a cell.json without them."""
+    cell = Cell("bundled", "bundled:count=104", "am-fast", "0.05", prefix_policy="free", on_tight="fewer")
+    told = {key: value for key, value in vars(cell).items() if key not in ("storage", "streaming")}
+    name = "bundled_bundled-count=104_kvpress_am-fast_alone_0.05_1a6eb557"
+    assert cell.name == name
+    place = tmp_path / results.CELLS / name
+    place.mkdir(parents=True)
+    (place / results.CELL).write_text(json.dumps({"cell": told, "facts": {}}))
+    assert results.opened(tmp_path, cell, {}).cell == cell
+    assert results.opened(tmp_path, replace(cell, storage="int8"), {}).folder != place
 
 
 def test_nothing_to_do_is_refused(tmp_path):

@@ -348,3 +348,19 @@ def test_a_page_with_more_beside_it_stays(tmp_path):
 )
 def test_adapters_in_folders_of_one_name_are_told_apart(name, others, told):
     assert ending(name, others) == told
+
+
+def test_storage_and_streaming_stand_behind_the_plain_method(tmp_path):
+    """The plain one keeps the evictor's look and title; a restored cell is paired with a base that is held as it is."""
+    base = Cell("bundled", "bundled:count=6", "kvzip", "0.05")
+    for changed in ({"storage": "fp8"}, {"storage": "int8"}, {"streaming": 512}, {}):
+        for adapter in (None, "auto"):
+            report_world.write_cell(tmp_path, replace(base, adapter=adapter, **changed), answered=2)
+    run = read(tmp_path)
+    names, (grid,) = Names(run), run.places.values()
+    alone = ["KVzip", "KVzip, streamed 512 tokens at a time", "KVzip, held in fp8", "KVzip, held in int8"]
+    assert [names.label(method) for method in names.methods][:4] == alone
+    for method in names.methods[4:]:
+        assert method.base in names.methods[:4]
+        assert (method.base.storage, method.base.streaming) == (method.storage, method.streaming)
+    assert len(grid.cells) == 8

@@ -11,6 +11,7 @@ from restorekv.budget import exact_ratio
 from restorekv.prepared import Conventions
 
 FULL = "full"
+LATER = {"storage": "model", "streaming": 0}  # what the first run folders do not tell: their cells keep their names
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,16 @@ class Cell:
         return (self.model, self.dtype, self.protocol, self.benchmark, str(self.max_context))
 
     @property
+    def told(self) -> dict:
+        """For files."""
+        return {key: value for key, value in asdict(self).items() if key not in LATER or value != LATER[key]}
+
+    @property
     def name(self) -> str:
         """Of its folder: readable, and the same for equal cells only."""
         words = [self.model.rstrip("/").rsplit("/", 1)[-1], self.benchmark, self.protocol, self.evictor]
         words += ["alone" if self.adapter is None else "restored", self.ratio]
-        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:8]
+        digest = hashlib.sha256(json.dumps(self.told, sort_keys=True).encode()).hexdigest()[:8]
         readable = "_".join(re.sub(r"[^\w.+=-]+", "-", word) for word in words)
         return f"{readable[:120]}_{digest}"
 

@@ -28,7 +28,7 @@ import csv
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -101,7 +101,7 @@ def points(answers: Sequence[Mapping]) -> float:
 
 def written(folder: Path, result: Result, part: Part) -> Path:
     """The part's folder, filled unless it is."""
-    config, ours = settings(result, part), {"cell": asdict(result.cell), "facts": result.facts, **result.summary}
+    config, ours = settings(result, part), {"cell": result.cell.told, "facts": result.facts, **result.summary}
     place = free(folder / named(config), result.cell)
     if (place / CONFIG).exists() and told(place) == ours:
         return place
@@ -181,7 +181,7 @@ def named(config: Mapping) -> str:
 def free(place: Path, cell: Cell) -> Path:
     """The first of `place`, `place`/1, `place`/2 ... that is the cell's or nobody's."""
     found, number = place, 0
-    while found.exists() and told(found).get("cell") != asdict(cell) and any(found.iterdir()):
+    while found.exists() and told(found).get("cell") != cell.told and any(found.iterdir()):
         number += 1
         found = place / str(number)
     return found

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -105,7 +105,7 @@ def opened(folder: Path, cell: Cell, facts: dict) -> Result:
             raise RestoreKVError(f"{place} was made with {told}; choose another folder or remove this one.")
         return found
     place.mkdir(parents=True, exist_ok=True)
-    write_json(place / CELL, {"cell": asdict(cell), "facts": facts})
+    write_json(place / CELL, {"cell": cell.told, "facts": facts})
     return Result(place, cell, facts)
 
 

@@ -62,7 +62,7 @@ def label(cell: Cell) -> str:
     told += [f"n = {cell.restore_tokens}"] if cell.restore_tokens else []
     told += [cell.allocation] if cell.allocation != "global" else []
     told += ["from the evicted cache"] if cell.restore_from != "full" else []
-    told += [f"streamed by {cell.streaming}"] if cell.streaming else []
+    told += [f"streamed {cell.streaming} tokens at a time"] if cell.streaming else []
     told += [cell.storage] if cell.storage != "model" else []
     return ", ".join([*told, *([f"offset {cell.offset}"] if cell.offset else [])])
 

@@ -144,6 +144,8 @@ def check(cells: Sequence[Cell]) -> None:
             made = method(cell.evictor, cell.conventions(make(cell.protocol).prefix_policy))
             if cell.streaming:
                 streamable(made)
+                if not made.evictor.streams:
+                    raise RestoreKVError(f"{made.evictor.name} scores a context as a whole; leave out streaming.")
 
 
 def lacking(results: dict[Cell, Result], names: Sequence[str]) -> Missing:

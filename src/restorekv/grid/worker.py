@@ -73,9 +73,7 @@ class Worker:
         sample, first = self.by_id[name], self.job.first
         context, cut = self.protocol.context(first.model, self.tokenizer, sample.context, first.max_context)
         for view, members, borne in self.views(context, cells):
-            for cell in members:
-                seconds, borne = borne, {}
-                cache = self.cache(view, cell, seconds)
+            for cell, cache, seconds in self.caches(view, members, borne):
                 with timed(seconds, "ask"):
                     told = self.ask(context, cache, sample)
                 held = {
@@ -91,16 +89,27 @@ class Worker:
         return (cell.evictor == FULL, cell.adapter, cell.restore_tokens, self.conventions(cell))
 
     @torch.no_grad()
-    def cache(self, view: Prepared | Streaming, cell: Cell, seconds: Seconds) -> RaggedCache:
-        """The cell's, held as it says."""
-        spent: Seconds = {}
-        with timed(spent, "evict"):
-            cache = view.at(cell.ratio, restored=cell.restored)
-        seconds |= view.seconds if isinstance(view, Streaming) else spent
-        if cell.storage != "model":
+    def caches(
+        self, view: Prepared | Streaming, members: Sequence[Cell], borne: Seconds
+    ) -> Iterator[tuple[Cell, RaggedCache, Seconds]]:
+        """Every cell's, and what it took; one for each ratio, of which every storage is a copy."""
+        by_ratio: dict[str, list[Cell]] = {}
+        for cell in members:
+            by_ratio.setdefault(cell.ratio, []).append(cell)
+        for ratio, group in by_ratio.items():
+            seconds: Seconds = {}
             with timed(seconds, "evict"):
-                cache.store(cell.storage)
-        return cache
+                made = view.at(ratio, restored=group[0].restored)
+            seconds = borne | (view.seconds if isinstance(view, Streaming) else seconds)
+            for cell in group:
+                cache = made
+                if cell.storage != "model":
+                    with timed(seconds, "evict"):
+                        cache = made.fork()
+                        cache.store(cell.storage)
+                yield cell, cache, seconds
+                seconds = {}
+            borne = {}
 
     def prepare(self, context: Context, only_full: bool) -> Prepared:
         """Prefill and, unless only the full cache is asked, scores."""

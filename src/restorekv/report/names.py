@@ -56,6 +56,8 @@ def rank(method: Method) -> tuple:
     """The base alone, its controls, then restored, plain before controlled."""
     return (
         method.restored,
+        method.storage != "model",
+        method.streaming,
         method != method.base,
         method.adapter != AUTO,
         str(method.adapter),
