@@ -1,7 +1,9 @@
 """A full cache that lies elsewhere: the same results, and one layer of it at hand."""
 
+import errno
 import re
 import tempfile
+import weakref
 from collections import namedtuple
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 from conftest import build_model
 
-from restorekv import offload
+from restorekv import attention, offload
 from restorekv.compression import Eviction, compress
 from restorekv.errors import RestoreKVError
 from restorekv.offload import Host, Mapped
@@ -64,6 +66,23 @@ def test_compress_gives_the_same(tiny_tokenizer, evictor, kind):
     assert found.ask("Which code?", 8) == plain.ask("Which code?", 8)
 
 
+@pytest.mark.parametrize("bound", [0, attention.WORKSPACE])
+def test_a_restore_pass_with_gradients_reads_it(tiny_tokenizer, kind, monkeypatch, bound):
+    """Joined with the pass's own pairs or, beyond `bound` bytes a layer, referred to."""
+    monkeypatch.setattr(attention, "WORKSPACE", bound)
+    model, found = build_model("qwen3"), []
+    adapter = RestoreAdapter.create(model, 4, rank=2)
+    for offloading in (False, True):
+        prepared = Eviction.make("knorm", adapter).prepare(model, tiny_tokenizer, TEXT, offload=offloading)
+        adapter.zero_grad()
+        sum(x.square().sum() for pair in prepared.restore_cache for x in pair).backward()
+        gradients = [parameter.grad.clone() for parameter in adapter.parameters() if parameter.grad is not None]
+        found.append([*gradients, *(x.detach() for pair in prepared.restore_cache for x in pair)])
+    assert len(found[0]) > 6 and any(x.any() for x in gradients)
+    for plain, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+
+
 def resident():
     """Bytes of our temporary files that are in this process."""
     found, ours = 0, False
@@ -106,6 +125,18 @@ def test_two_layers_are_on_the_device():
     assert 4 not in shelf.here and full.layers[4].store is None
 
 
+def test_the_shorter_pair_goes_before_the_next_layer_comes(monkeypatch):
+    model, gone = build_model("qwen3", num_hidden_layers=3), []
+    shelf = Host(3, (2, 40, 16), torch.float32, torch.device("cpu"))
+    full = prefill(model, ids(30), into=offload.Cache(layers=shelf.layers))
+    full.layers[1].keys  # noqa: B018
+    old, fetch = weakref.ref(shelf.here[1][0]), Host.fetch
+    monkeypatch.setattr(Host, "fetch", lambda self, layer: gone.append((layer.index, old())) or fetch(self, layer))
+    shelf.here.pop(2)
+    full.layers[1].update(torch.zeros(1, 2, 10, 16), torch.zeros(1, 2, 10, 16))
+    assert gone == [(2, None)] and full.layers[1].keys.shape[2] == 40
+
+
 def test_a_shelf_is_written_by_update_alone(tiny_model, kind):
     full = prefill(tiny_model, ids(9), into=offload.offloaded(tiny_model, 9))
     with pytest.raises(ValueError, match="update alone"):
@@ -117,6 +148,37 @@ def test_too_little_room_is_told_before_any_work(tiny_model, tiny_tokenizer, mon
     monkeypatch.setattr("restorekv.compression.prefill", None)
     with pytest.raises(RestoreKVError, match=f"{tempfile.gettempdir()} has less; set TMPDIR"):
         compress(tiny_model, tiny_tokenizer, TEXT, offload=True)
+
+
+def test_room_that_is_not_there_is_told_before_any_work(tiny_model, tiny_tokenizer, monkeypatch):
+    """What is said to be free need not be: others write, a quota ends. Every layer's file is reserved at once."""
+    wanted, left = [], [2]
+
+    def reserve(file, start, nbytes):
+        wanted.append((start, nbytes))
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(offload.os, "posix_fallocate", reserve, raising=False)
+    monkeypatch.setattr(offload.mmap, "mmap", lambda file, nbytes: None)
+    monkeypatch.setattr("restorekv.compression.prefill", None)
+    with pytest.raises(RestoreKVError, match=f"{tempfile.gettempdir()} has less; set TMPDIR"):
+        compress(tiny_model, tiny_tokenizer, TEXT, offload=True)
+    assert len(wanted) == 3 and len(set(wanted)) == 1
+
+
+@pytest.mark.skipif(not hasattr(offload.os, "posix_fallocate"), reason="this system reserves no blocks")
+def test_the_files_have_their_blocks_before_they_are_written(monkeypatch):
+    sizes, mapped = [], offload.mmap.mmap
+
+    def mapping(number, nbytes):
+        sizes.append(offload.os.fstat(number).st_blocks * 512)
+        return mapped(number, nbytes)
+
+    monkeypatch.setattr(offload.mmap, "mmap", mapping)
+    shelf = Mapped(3, (2, 5000, 16), torch.float32, torch.device("cpu"))
+    assert len(sizes) == len(shelf.maps) == 3 and min(sizes) >= shelf.nbytes
 
 
 def test_am_fast_does_not_offload(tiny_model, tiny_tokenizer):

@@ -77,9 +77,12 @@ class WholeLayer(RaggedLayer):
     """
 
     def __init__(self, dense: DynamicLayer, joined: bool) -> None:
-        # Made contiguous in place, so that of all layers just one is ever there twice; after a prefill they all are.
-        dense.keys, dense.values = dense.keys.contiguous(), dense.values.contiguous()
-        keys, values = dense.keys.detach(), dense.values.detach()
+        keys, values = dense.keys.contiguous(), dense.values.contiguous()
+        # In place too, so that of all layers just one is ever there twice; after a prefill they all are. An offloaded
+        # layer has no keys of its own: it lends them.
+        if "keys" in vars(dense):
+            dense.keys, dense.values = keys, values
+        keys, values = keys.detach(), values.detach()
         heads, columns = keys.shape[1:3]
         offsets = torch.arange(heads + 1, dtype=torch.int32, device=keys.device) * columns
         positions = torch.arange(columns, dtype=torch.int32, device=keys.device).repeat(heads)

@@ -125,24 +125,24 @@ class Shelf(ABC):
 
 
 class Mapped(Shelf):
-    """One temporary file a layer, which no folder lists; of one layer the pages are in the process."""
+    """One temporary file a layer, reserved before any work; of one layer the pages are in the process."""
 
     def __init__(self, count: int, size: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
         self.maps: dict[int, mmap.mmap] = {}
         self.lent: ShelvedLayer | None = None
         super().__init__(count, size, dtype, device)
         folder, wanted = tempfile.gettempdir(), count * self.nbytes
+        told = f"The full cache takes {wanted / 1e9:,.1f} GB and {folder} has less; set TMPDIR to a roomier folder."
         if shutil.disk_usage(folder).free < wanted:
-            raise RestoreKVError(
-                f"The full cache takes {wanted / 1e9:,.1f} GB and {folder} has less; set TMPDIR to a roomier folder."
-            )
+            raise RestoreKVError(told)
+        try:
+            self.maps |= {index: reserved(self.nbytes) for index in range(count)}
+        except OSError as error:
+            raise RestoreKVError(told) from error
 
     def room(self, layer: ShelvedLayer) -> Tensor:
-        with tempfile.TemporaryFile(prefix="restorekv-") as file:
-            os.truncate(file.fileno(), self.nbytes)
-            found = self.maps[layer.index] = mmap.mmap(file.fileno(), self.nbytes)
         heads, columns, dim = self.size
-        return torch.frombuffer(found, dtype=self.dtype).view(2, 1, heads, columns, dim)
+        return torch.frombuffer(self.maps[layer.index], dtype=self.dtype).view(2, 1, heads, columns, dim)
 
     def write(self, layer: ShelvedLayer, place: Tensor, states: Tensor) -> None:
         self.lend(layer)
@@ -171,7 +171,7 @@ class Mapped(Shelf):
 
 class Host(Shelf):
     """Pinned memory of the host, where columns come before heads, so that those taken are one piece; two layers on the
-    device, of which a second stream fetches the later one."""
+    device, of which a second stream fetches the later one, beside the copy that a pass joins its own pairs to."""
 
     def __init__(self, count: int, size: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
         self.here: dict[int, Pair] = {}
@@ -211,10 +211,24 @@ class Host(Shelf):
         return pair
 
     def grown(self, layer: ShelvedLayer, new: Pair) -> Pair:
-        held = self.here.get(layer.index, ())
-        if held or layer.length == new[0].shape[-2]:
-            self.here[layer.index] = tuple(torch.cat(both, 2) for both in zip(held, new, strict=True)) if held else new
+        if layer.length == new[0].shape[-2]:
+            self.here[layer.index] = new
+        elif layer.index in self.here:  # the shorter pair goes before the next layer comes
+            both = zip(self.here.pop(layer.index), new, strict=True)
+            self.here[layer.index] = tuple(torch.cat(each, 2) for each in both)
+            del both
         return self.lend(layer)
 
     def forget(self, layer: ShelvedLayer) -> None:
         self.here.pop(layer.index, None)
+
+
+def reserved(nbytes: int) -> mmap.mmap:
+    """A temporary file that no folder lists, mapped. Its blocks are taken now where the system can do that: a disk that
+    fills up later would end the process with a signal at the first write to a block that is not there."""
+    with tempfile.TemporaryFile(prefix="restorekv-") as file:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+        else:
+            os.truncate(file.fileno(), nbytes)
+        return mmap.mmap(file.fileno(), nbytes)
