@@ -7,6 +7,7 @@ import pytest
 import torch
 from cli_world import build_world, cli
 from conftest import build_model
+from test_gates import save_gate
 from transformers import AttentionInterface
 
 from restorekv import attention, evictors
@@ -115,6 +116,36 @@ def test_what_stays_is_the_best_of_all_scores(tiny_tokenizer, monkeypatch, evict
     assert len(scores) > 2
     expected = made.conventions.allocation(torch.cat(scores, -1), made.budget.retained)
     assert marks(cache, context.positions)[..., context.prefix :].equal(expected)
+
+
+@pytest.mark.parametrize("prefix", [0, 3])
+@pytest.mark.parametrize(
+    "evictor", ["expected-attention:sinks=5", "snapkv:window=4,sinks=5", "fastkvzip:sinks=5,gate="]
+)
+def test_first_columns_are_pinned_in_the_first_part_alone(tmp_path, monkeypatch, evictor, prefix):
+    model, context = build_model("qwen3"), make_text(400, prefix)
+    evictor += save_gate(tmp_path / "gate", "fastkvzip", model) if evictor.endswith("gate=") else ""
+    above, starts, read = [], [], Stream.read
+
+    def reading(self, cache, part):
+        full = read(self, cache, part)
+        starts.append(part.start - prefix)
+        found = self.scores[..., part.start : part.settled]
+        above.append((found[..., :pinned].amin((-2, -1)) > found[..., pinned:].amax((-2, -1))).all().item())
+        return full
+
+    pinned = 5 if evictor.startswith("snapkv") else 5 - prefix  # SnapKV counts from the prefix, the others from 0
+    monkeypatch.setattr(Stream, "read", reading)
+    cache = stream(model, evictor, 0.2, 40, context=context)[1]
+    assert above == [True] + [False] * (len(above) - 1) and len(above) >= 10
+    always = marks(cache, context.positions)[..., prefix:].flatten(0, 1).all(0)
+    assert always[:pinned].all() and not any(always[start : start + pinned].all() for start in starts[1:])
+
+
+def test_sinks_of_the_prefix_stay_out_of_every_part():
+    evictor = evictors.make("expected-attention")
+    for prefix in (0, 3, 4, 9):
+        assert evictor.later(make_text(prefix=prefix)).sinks == min(prefix, 4)
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ dropped on the way could have stayed. It is an approximation of compressing at o
   earlier parts keep is read by the model and takes no share of the softmax, and later parts do not ask for anything.
 
 Where an evictor always keeps the latest columns (the window of SnapKV), those of a part get no scores: they are read
-again with the next part. A restore pass reads all that is held before the last eviction, not the full cache.
+again with the next part. First columns that it always keeps are those of the first part alone. A restore pass reads all
+that is held before the last eviction, not the full cache.
 """
 
 from __future__ import annotations
@@ -123,11 +124,12 @@ class Stream:
     def read(self, cache: RaggedCache | None, part: Part) -> RaggedCache:
         """Prefills a part over what is held and writes its scores; the tail is then prefix and part."""
         seen = portion(self.context, part)
-        watched = self.evictor.watch(self.model, seen)
+        evictor = self.evictor if cache is None else self.evictor.later(seen)
+        watched = evictor.watch(self.model, seen)
         with timed(self.seconds, "prefill"), probing(self.model, watched) if watched else nullcontext():
             full = prefill(self.model, seen.ids if cache is None else seen.ids[:, seen.prefix :], into=cache)
         with timed(self.seconds, "score"):
-            found = self.evictor.score(self.model, self.tokenizer, seen, full, watched)
+            found = evictor.score(self.model, self.tokenizer, seen, full, watched)
         here = self.scores[..., part.start : part.settled]
         here.copy_(found[..., : here.shape[-1]].clamp_min(torch.finfo(found.dtype).min))
         if cache is None and self.conventions.prefix_policy == "counted":

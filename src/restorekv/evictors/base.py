@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,11 @@ class Evictor(ABC):
     def latest(self, context: Context) -> int:
         """How many columns at the end of `context` always stay, whatever they are."""
         return 0
+
+    def later(self, context: Context) -> Self:
+        """The evictor for a part of a text that does not begin it, which stands behind the prefix of `context`: what is
+        pinned because the text begins with it is pinned in the first part alone."""
+        return self
 
     def watch(self, model: PreTrainedModel, context: Context) -> Watch | None:
         """A fresh object that is called with every layer's probe while the context is prefilled, in chunks of any

@@ -9,8 +9,8 @@ The sinks always stay. covariance=false drops the second term, values=false epsi
 are those of ExpectedAttentionPress of kvpress 0.5.5.
 """
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -39,6 +39,10 @@ class ExpectedAttention(Evictor):
     def __post_init__(self) -> None:
         if self.sinks < 0 or not 1 <= self.future <= 1 << 20 or not 0 <= self.epsilon < float("inf"):
             raise RestoreKVError(f"{self.name} takes sinks and epsilon >= 0 and future from 1 to 2**20, not {self}.")
+
+    def later(self, context: Context) -> Self:
+        """Sinks of the prefix stay out of the softmax, as in the first part."""
+        return replace(self, sinks=min(self.sinks, context.prefix))
 
     def watch(self, model: PreTrainedModel, context: Context) -> QueryMoments:
         return QueryMoments(model, self.sinks)

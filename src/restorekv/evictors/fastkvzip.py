@@ -13,8 +13,8 @@ slip, all), and the authors' own code has "fastkvzip:long=16000,sinks=0" and cou
 """
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -56,6 +56,9 @@ class FastKVzip(Gated):
         own = (query * key).sum(-1) / math.sqrt(rank) + layer["b"].float()  # (..., H, T, G)
         others = (query.flatten(-3, -2) @ base.mT / math.sqrt(rank)).logsumexp(-1)
         return torch.sigmoid(own - others.view_as(own)).mean(-1)
+
+    def later(self, context: Context) -> Self:
+        return replace(self, sinks=0)
 
     def kept(self, context: Context) -> list[int]:
         """Sinks, then the window, most recent last."""

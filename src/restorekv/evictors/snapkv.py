@@ -11,8 +11,8 @@ included, causally; the pool runs over the context's columns. kvpress's own vers
 "snapkv:window=64,kernel=5,pool=avg".
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +51,9 @@ class SnapKV(Evictor):
 
     def latest(self, context: Context) -> int:
         return min(self.window, context.tokens)
+
+    def later(self, context: Context) -> Self:
+        return replace(self, sinks=0)
 
     @torch.no_grad()
     def score(
