@@ -10,6 +10,7 @@ import torch
 from test_generate import TEXT, make_cache
 
 from restorekv import context_file
+from restorekv.atomic import HOST
 from restorekv.context_file import Manifest, read, write
 from restorekv.errors import CacheFileError
 from restorekv.prompt import make_context
@@ -118,6 +119,20 @@ def test_bad_places(written, tmp_path):
         write(tmp_path, cache, context, MANIFEST)
     with pytest.raises(CacheFileError, match="does not exist"):
         write(tmp_path / "no" / "doc.rkv", cache, context, MANIFEST)
+
+
+def test_what_a_killed_process_left_goes(written):
+    path, cache, context = written
+    killed = 2**22 + 1  # no process has that number
+    path.with_name(f".doc.rkv.{HOST}-{killed}.tmp").write_bytes(b"half of a cache")
+    write(path, cache, context, MANIFEST)
+    assert [entry.name for entry in path.parent.iterdir()] == ["doc.rkv"]
+
+
+def test_a_device_is_no_place(written):
+    _, cache, context = written
+    with pytest.raises(CacheFileError, match="/dev/null is not a regular file"):
+        write("/dev/null", cache, context, MANIFEST)
 
 
 @pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt(), MemoryError()])

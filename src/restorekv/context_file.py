@@ -16,8 +16,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from restorekv import storage
+from restorekv.atomic import replacing
 from restorekv.cache import RaggedCache, RaggedLayer
-from restorekv.errors import CacheFileError
+from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.prompt import Context
 
 FORMAT = "restorekv-cache"
@@ -55,20 +56,27 @@ class Manifest:
     bytes_held: int  # of every tensor of the compressed cache
     seconds: dict  # per phase
     versions: dict  # of the libraries
-    storage: str = "model"  # of the retained pairs: the model's dtype, or "int8", "fp8"; new in version 3, as is
-    streaming: int | None = None  # tokens of a part when it was compressed as the prefill went
+    storage: str = "model"  # of the retained pairs: the model's dtype, or "int8", "fp8"; new in version 3
+    streaming: int | None = None  # tokens of a part when it was compressed as the prefill went; new in version 3
 
 
 def write(path: str | Path, cache: RaggedCache, context: Context, manifest: Manifest) -> None:
     """All or nothing: on any failure, Ctrl-C included, the target is as before."""
-    path = Path(path)
-    if path.is_dir():
-        raise CacheFileError(f"{path} is a folder; give the name of a file.")
-    if not path.parent.is_dir():
-        raise CacheFileError(f"The folder {path.parent} does not exist; create it or choose another.")
-    if path.exists() and not path.is_file():  # os.replace would put a file in the place of /dev/null
-        raise CacheFileError(f"{path} is not a regular file; give the name of one.")
-    path = path.resolve()  # a symbolic link stays, and leads to the new file
+    try:
+        with replacing(Path(path)) as temporary, open(temporary, "wb") as file:
+            file.write(encoded(cache, context, manifest))
+            file.flush()
+            os.fsync(file.fileno())
+    except RestoreKVError as error:
+        raise CacheFileError(str(error)) from None
+    except OSError as error:
+        raise CacheFileError(
+            f"Cannot write {path}: {error.strerror}; free some space or choose another place."
+        ) from error
+
+
+def encoded(cache: RaggedCache, context: Context, manifest: Manifest) -> bytes:
+    """The whole file."""
     metadata = {
         "format": FORMAT,
         "version": str(VERSION),
@@ -76,20 +84,7 @@ def write(path: str | Path, cache: RaggedCache, context: Context, manifest: Mani
         "manifest": json.dumps({**asdict(manifest), "suffix_text": context.suffix_text}),
     }
     payload = safetensors.torch.save(pack(cache, context), metadata)
-    payload = payload.replace(BLANK.encode(), hashlib.sha256(payload).hexdigest().encode(), 1)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(payload)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise CacheFileError(
-            f"Cannot write {path}: {error.strerror}; free some space or choose another place."
-        ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    return payload.replace(BLANK.encode(), hashlib.sha256(payload).hexdigest().encode(), 1)
 
 
 def read(path: str | Path, device: str | torch.device = "cpu") -> tuple[RaggedCache, Context, Manifest]:

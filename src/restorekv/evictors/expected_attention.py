@@ -5,8 +5,7 @@ rotation over the next `future` positions S+T ..., and softmax_i over the same c
 
     a_i = softmax_i(k_i R m / sqrt(D) + k_i R C R^T k_i / (2 D))      score_i = (mean over G of a_i + epsilon) ||v_i||
 
-The sinks always stay. covariance=false drops the second term, values=false epsilon and ||v_i||. Definition and defaults
-are those of ExpectedAttentionPress of kvpress 0.5.5.
+The sinks always stay. covariance=false drops the second term, values=false epsilon and ||v_i||. All as kvpress 0.5.5.
 """
 
 from dataclasses import dataclass, replace
@@ -41,8 +40,7 @@ class ExpectedAttention(Evictor):
             raise RestoreKVError(f"{self.name} takes sinks and epsilon >= 0 and future from 1 to 2**20, not {self}.")
 
     def later(self, context: Context) -> Self:
-        """Sinks of the prefix stay out of the softmax, as in the first part."""
-        return replace(self, sinks=min(self.sinks, context.prefix))
+        return replace(self, sinks=min(self.sinks, context.prefix))  # which stay out of every part's softmax
 
     def watch(self, model: PreTrainedModel, context: Context) -> QueryMoments:
         return QueryMoments(model, self.sinks)
@@ -52,8 +50,7 @@ class ExpectedAttention(Evictor):
         self, model: PreTrainedModel, tokenizer: Tokenizer, context: Context, full: DynamicCache, watched: Any = None
     ) -> Tensor:
         """(L, H, T), at least 0."""
-        watched = self.seen(watched)
-        scores = torch.zeros(*watched.mean.shape[:2], context.positions, device=model.device)
+        scores = torch.zeros(*self.seen(watched).mean.shape[:2], context.positions, device=model.device)
         for index, layer in enumerate(full.layers):
             key, value = (x[0, :, self.sinks :].float() for x in (layer.keys, layer.values))
             mean, covariance = watched.ahead(model, index, full.get_seq_length(), self.future)
