@@ -28,6 +28,7 @@ FLOORS = [
     ],
     ["evictors", "restore"],
     ["prepared"],
+    ["steps"],
     ["context_file", "generate", "streamed"],
     ["compressed"],
     ["manifest"],

@@ -42,15 +42,17 @@ class CompressedContext:
         max_new_tokens: int | Sequence[int] = 128,
         stream: bool | generate.Stream = False,
         answer_prefix: str = "",
+        graph: bool = False,
     ) -> str | list[str]:
         """One answer for one question, a list for a list; all questions of a list share the context in one batch.
 
-        stream=True prints the answer while it grows; a function gets the pieces instead.
+        stream=True prints the answer while it grows; a function gets the pieces instead. graph=True makes every step
+        the same work, which a GPU replays as a CUDA graph (steps.py).
         """
         questions = [question] if isinstance(question, str) else list(question)
         shown = show if stream is True else (stream or None)
         found = generate.ask(
-            self.model, self.tokenizer, self.context, self.cache, questions, max_new_tokens, shown, answer_prefix
+            self.model, self.tokenizer, self.context, self.cache, questions, max_new_tokens, shown, answer_prefix, graph
         )
         if stream is True:
             show("\n")

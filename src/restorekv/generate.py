@@ -18,6 +18,7 @@ from restorekv.cache import RaggedCache
 from restorekv.errors import RestoreKVError
 from restorekv.joint import forked
 from restorekv.prompt import Context, question_ids
+from restorekv.steps import Steps, last_of
 
 BATCH = 16
 Stream = Callable[[str], None]
@@ -32,14 +33,15 @@ def ask(
     max_new_tokens: int | Sequence[int] = 128,
     stream: Stream | None = None,
     answer_prefix: str = "",
+    graph: bool = False,
 ) -> list[str]:
     """One answer per question; `cache` itself stays as it was.
 
-    `max_new_tokens` is one limit or one per question; `stream` gets the pieces of a single question's answer.
+    `max_new_tokens` is one limit or one per question; `stream` gets the pieces of a single question's answer; `graph`
+    makes every token's step the same work, on a GPU a CUDA graph (steps.py).
     """
-    return ask_each(
-        model, tokenizer, [(context, cache, question) for question in questions], max_new_tokens, stream, answer_prefix
-    )
+    rows = [(context, cache, question) for question in questions]
+    return ask_each(model, tokenizer, rows, max_new_tokens, stream, answer_prefix, graph)
 
 
 def ask_each(
@@ -49,6 +51,7 @@ def ask_each(
     max_new_tokens: int | Sequence[int] = 128,
     stream: Stream | None = None,
     answer_prefix: str = "",
+    graph: bool = False,
 ) -> list[str]:
     """As `ask`, of rows that each tell context, cache and question."""
     limits = [max_new_tokens] * len(rows) if isinstance(max_new_tokens, int) else list(max_new_tokens)
@@ -59,7 +62,7 @@ def ask_each(
     prompts = [question_ids(tokenizer, context, question, answer_prefix)[0] for context, _, question in rows]
     stops = stop_ids(model, tokenizer)
     see = Pieces(tokenizer, stops, stream) if stream else None
-    found = answer_ids(model, tokenizer, [cache for _, cache, _ in rows], prompts, limits, see)
+    found = answer_ids(model, tokenizer, [cache for _, cache, _ in rows], prompts, limits, see, graph=graph)
     answers = [answer_text(tokenizer, answer.tolist(), stops) for answer in found]
     if see and stream and len(answers[0]) > see.sent:
         stream(answers[0][see.sent :])
@@ -74,6 +77,7 @@ def answer_ids(
     max_new_tokens: int | Sequence[int],
     see: Callable[[list[int]], None] | None = None,
     first_may_stop: bool = True,
+    graph: bool = False,
 ) -> list[Tensor]:
     """prompts of shape (q,) or (1, q) -> one tensor of answer ids each, with the EOS that ended it, if any.
 
@@ -86,7 +90,7 @@ def answer_ids(
     for start in range(0, len(prompts), BATCH):
         part = slice(start, start + BATCH)
         stops = stop_ids(model, tokenizer)
-        answers += greedy(model, caches[part], prompts[part], limits[part], stops, see, first_may_stop)
+        answers += greedy(model, caches[part], prompts[part], limits[part], stops, see, first_may_stop, graph)
     return [torch.tensor(answer, dtype=torch.long) for answer in answers]
 
 
@@ -99,41 +103,59 @@ def greedy(
     stops: set[int],
     see: Callable[[list[int]], None] | None = None,
     first_may_stop: bool = True,
+    graph: bool = False,
 ) -> list[list[int]]:
     """caches and prompts, (q,) ids: one of each per row -> generated ids per row, with the EOS that ended it.
 
-    `first_may_stop` is false where an EOS id that comes first ends nothing, as in kvpress.
+    `first_may_stop` is false where an EOS id that comes first ends nothing, as in kvpress. `graph`: see steps.py.
     """
-    cache, width = forked(caches), max(len(prompt) for prompt in prompts)
-    ids = torch.stack([torch.nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts])
-    pad = torch.tensor([[width - len(prompt)] for prompt in prompts])
-    hides, ids, pad = bool(pad.any()), ids.to(model.device), pad.to(model.device)
-    columns = torch.arange(width, device=model.device)
-    first = torch.tensor([[each.get_seq_length()] for each in caches], device=model.device)
-    positions = first + (columns - pad).clamp(min=0)
-    # Restore cache, question, answer; whatever is not padding is seen.
-    visible = torch.cat([pad.new_ones(len(pad), cache.layers[0].columns, dtype=torch.bool), columns >= pad], -1)
+    cache, (ids, positions, visible) = forked(caches), padded(model, caches, prompts)
+    hides, width = not bool(visible.all()), ids.shape[1]
     mask = visible[:, None, None] & causal(width, visible.shape[1], model.device) if hides else None
     answers, running = [[] for _ in prompts], list(range(len(prompts)))
-    while True:
-        ids = next_ids(model, ids, mask, positions, cache)
-        going = []
-        for place, (row, token) in enumerate(zip(running, ids[:, 0].tolist(), strict=True)):
+
+    def take(tokens: list[int]) -> list[int]:
+        """Places in `running` of the rows that go on after these tokens."""
+        for row, token in zip(running, tokens, strict=True):
             answers[row].append(token)
-            ends = token in stops and (first_may_stop or len(answers[row]) > 1)
-            if not ends and len(answers[row]) < limits[row]:
-                going.append(place)
         if see:
             see(answers[0])
-        if not going:
-            return answers
-        positions = positions[:, -1:] + 1
-        visible = torch.nn.functional.pad(visible, (0, 1), value=True)
+        ends = [
+            token in stops and (first_may_stop or len(answers[row]) > 1)
+            for row, token in zip(running, tokens, strict=True)
+        ]
+        return [place for place, row in enumerate(running) if not ends[place] and len(answers[row]) < limits[row]]
+
+    ids = next_ids(model, ids, mask, positions, cache)
+    going, positions = take(ids[:, 0].tolist()), positions[:, -1:] + 1
+    steps = Steps(model, cache, ids, positions, visible, max(limits)) if graph and going else None
+    while going:
+        chosen = [running[place] for place in going]
+        if steps:
+            tokens, running = steps()[:, 0].tolist(), chosen
+            going = take([tokens[row] for row in running])
+            continue
         if len(going) < len(running):
-            running, chosen = [running[place] for place in going], torch.tensor(going)
-            ids, positions, visible = ids[chosen], positions[chosen], visible[chosen]
-            cache.batch_select_indices(chosen)
-        mask = visible[:, None, None] if hides else None
+            places = torch.tensor(going)
+            cache.batch_select_indices(places)
+            ids, positions, visible = (x[places.to(x.device)] for x in (ids, positions, visible))
+        running, visible = chosen, torch.nn.functional.pad(visible, (0, 1), value=True)
+        ids = next_ids(model, ids, visible[:, None, None] if hides else None, positions, cache)
+        going, positions = take(ids[:, 0].tolist()), positions + 1
+    return answers
+
+
+def padded(model: PreTrainedModel, caches: Sequence[RaggedCache], prompts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """ids and positions (B, q) of the prompts, padded on the left, and what of the tails may be seen, (B, n + q) bool:
+    restore cache and question, not the padding."""
+    width = max(len(prompt) for prompt in prompts)
+    ids = torch.stack([torch.nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts])
+    pad = torch.tensor([[width - len(prompt)] for prompt in prompts])
+    first = torch.tensor([[each.get_seq_length()] for each in caches])
+    columns = torch.arange(width)
+    restored = max(each.restore for each in caches)
+    visible = torch.cat([pad.new_ones(len(pad), restored, dtype=torch.bool), columns >= pad], -1)
+    return tuple(x.to(model.device) for x in (ids, first + (columns - pad).clamp(min=0), visible))
 
 
 def next_ids(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Cache) -> Tensor:
@@ -144,8 +166,7 @@ def next_ids(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positions
         position_ids=positions,
         past_key_values=cache,
         use_cache=True,
-        # An index, not 1: a slice is strided, and the LM head is then fifty times slower in bfloat16 on a CPU.
-        logits_to_keep=torch.tensor([ids.shape[1] - 1], device=ids.device),
+        logits_to_keep=last_of(ids),
     )
     return output.logits[:, -1].max(-1, keepdim=True).indices  # the first of equals, as argmax, which is slower
 

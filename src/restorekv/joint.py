@@ -55,6 +55,11 @@ class JointLayer(CacheLayerMixin):
         for part, queries, own in zip(self.parts, query.split(self.rows), masks, strict=True):
             yield part, queries, None if own is None else own[..., own.shape[-1] - part.columns :]
 
+    def fix(self, count: int, moved: Tensor) -> None:
+        """Of every part; see TailLayer."""
+        for part in self.parts:
+            part.fix(count, moved)
+
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple:
         """Appends (B, H, Q, D) to the tails and hands itself to the attention function, twice."""
         for part, *states in zip(self.parts, key_states.split(self.rows), value_states.split(self.rows), strict=True):

@@ -2,7 +2,8 @@
 
 While gradients are recorded every append makes new tensors, as autograd wants them. Otherwise keys and values are the
 beginning of buffers with room to spare: an append writes its own columns and moves nothing, and going back to the
-restore cache writes that alone, so that steps cost what they add and addresses stay while the room suffices.
+restore cache writes that alone, so that steps cost what they add and addresses stay while the room suffices. A `fixed`
+tail shows its whole buffer, and a tensor tells where to write: every step is then the same work; see steps.py.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ SPARE = 16  # columns, at least, that a buffer which has to grow gains
 class TailLayer(CacheLayerMixin):
     """One layer: `seen` positions, the restore cache (1, H, n, D), keys and values (B, H, n + q, D) that begin with it.
 
-    room: the buffers (B, H, columns, D) whose beginning keys and values are, or None.
+    room: the buffers (B, H, columns, D) whose beginning keys and values are, or None. fixed: None, or (first, moved),
+    moved a 0-d int64 tensor: an append of Q columns then writes first + moved ... first + moved + Q - 1.
     """
 
     is_sliding = False
@@ -36,7 +38,7 @@ class TailLayer(CacheLayerMixin):
 
     @keys.setter
     def keys(self, keys: Tensor) -> None:
-        self._keys, self.room = keys, None
+        self._keys, self.room, self.fixed = keys, None, None
 
     @property
     def values(self) -> Tensor:
@@ -44,7 +46,7 @@ class TailLayer(CacheLayerMixin):
 
     @values.setter
     def values(self, values: Tensor) -> None:
-        self._values, self.room = values, None
+        self._values, self.room, self.fixed = values, None, None
 
     @property
     def heads(self) -> int:
@@ -72,6 +74,12 @@ class TailLayer(CacheLayerMixin):
         if torch.is_grad_enabled():
             self.keys, self.values = (torch.cat([old, x], -2) for old, x in zip(self.pair, new, strict=True))
             return self, self
+        if self.fixed:
+            first, moved = self.fixed
+            places = moved + torch.arange(first, first + key_states.shape[-2], device=self.device)
+            for buffer, states in zip(self.room, new, strict=True):
+                buffer.index_copy_(-2, places, states)
+            return self, self
         if not self.fits(end):  # the first append gets what it needs, as it may be the last
             self.reserve(end if self.columns == self.restore else end + max(end // 4, SPARE))
         for buffer, states in zip(self.room, new, strict=True):
@@ -88,11 +96,12 @@ class TailLayer(CacheLayerMixin):
         """Whether the buffers may be written up to there."""
         if self.room is None or self.room[0].shape[-2] < columns:
             return False
-        return not self.room[0].is_inference() or torch.is_inference_mode_enabled()
+        # torch.compile cannot ask whether a tensor is one of inference mode, and traces none that are.
+        return torch.compiler.is_compiling() or not self.room[0].is_inference() or torch.is_inference_mode_enabled()
 
     def reserve(self, columns: int) -> None:
-        """Buffers for so many columns in all, with what the tail holds now at their beginning."""
-        room, end = tuple(x.new_empty(*x.shape[:2], columns, x.shape[-1]) for x in self.pair), self.columns
+        """Buffers for so many columns in all, with what the tail holds now at their beginning and zeros behind it."""
+        room, end = tuple(x.new_zeros(*x.shape[:2], columns, x.shape[-1]) for x in self.pair), self.columns
         for buffer, states in zip(room, self.pair, strict=True):
             buffer[:, :, :end] = states
         self.room = room
@@ -101,6 +110,17 @@ class TailLayer(CacheLayerMixin):
     def end_at(self, end: int) -> None:
         """Shows the first `end` columns of the buffers."""
         self._keys, self._values = (buffer[:, :, :end] for buffer in self.room)
+        self.fixed = None
+
+    def fix(self, count: int, moved: Tensor) -> None:
+        """Room for `count` more columns, all of it shown; `moved`, which begins at 0, tells appends where to write.
+
+        The caller moves it, and hides with a mask what is not written yet.
+        """
+        first = self.columns
+        self.reserve(first + count)
+        self.end_at(first + count)
+        self.fixed = first, moved
 
     def settle(self) -> None:
         """What the tail holds now becomes the restore cache."""

@@ -33,7 +33,7 @@ Backend = Callable[[Tensor, RaggedLayer, Tensor | None, float], Tensor]
 BACKENDS: dict[str, Backend] = {"naive": naive.attend, "cascade": cascade.attend, "frozen": frozen.attend}
 if triton_attend is not None:
     BACKENDS["triton"] = triton_attend.attend
-WORKSPACE = 16 << 20  # bytes that a layer's attention may copy or compute at once
+WORKSPACE = 16 << 20  # bytes of a layer that may be copied at once: joined for SDPA, or opened from 8 bits
 
 _observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
 _backend: ContextVar[str | None] = ContextVar("backend", default=None)

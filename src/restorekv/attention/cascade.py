@@ -35,7 +35,7 @@ def attend(query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: f
     if batch * groups * queries == 1:  # with one row the kernel multiplies in another way, at half the speed
         return attend(query.expand(-1, -1, 2, -1, -1), layer, tail_mask, scale)[:, :, :1]
     rows = query.transpose(0, 1).reshape(heads, -1, width)  # (H, R, D), R = B*G*Q
-    most = max(min(layer.longest // LEAST, torch.get_num_threads() // -(-rows.shape[1] // BLOCK)), 1)
+    most = max(min(layer.longest // LEAST, threads() // -(-rows.shape[1] // BLOCK)), 1)
     outputs = query.new_zeros(most + 2, *rows.shape)  # of every piece, the rows left over and the tail
     lses = rows.new_full(outputs.shape[:-1], torch.finfo(exact(query)).min, dtype=exact(query))
     for head, (start, end) in enumerate(pairwise(layer.bounds)):
@@ -75,6 +75,12 @@ def attend_tail(rows: Tensor, layer: RaggedLayer, mask: Tensor | None, groups: i
 def fused(query: Tensor, keys: Tensor, values: Tensor, **more: object) -> tuple[Tensor, Tensor]:
     """(B, H, R, D), twice (B, H, N, D) -> averages and log-sum-exps (B, H, R); what SDPA calls, which tells no sums."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, **more)
+
+
+@torch.compiler.assume_constant_result
+def threads() -> int:
+    """torch.compile cannot trace the question, so it takes the answer for granted."""
+    return torch.get_num_threads()
 
 
 def exact(rows: Tensor) -> torch.dtype:
