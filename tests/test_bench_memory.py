@@ -1,6 +1,7 @@
 """The memory benchmark on a tiny shape, and what it says on paper against models made on no device."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -9,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from restorekv.bench import accuracy
 from restorekv.bench.memory import Options, growth, measure, run
-from restorekv.bench.memory_on_paper import LENGTHS, MODELS, table
-from restorekv.bench.memory_table import bound, markdown
+from restorekv.bench.memory_on_paper import LENGTHS, MODELS, PART, table
+from restorekv.bench.memory_table import bound, markdown, seconds_table
 from restorekv.bench.workload import SHAPE, save_model, save_tokenizer
 from restorekv.errors import RestoreKVError
 
@@ -47,20 +48,47 @@ def test_every_mode_and_phase_is_measured(folder, mode, filled, phases):
 @pytest.mark.slow
 def test_every_measurement_is_a_process():
     options = Options(
-        tokens=(300, 700), modes=("plain", "streaming"), evictor="snapkv", part=400, threads=1, shape=TINY
+        tokens=(300, 700, 900), modes=("plain", "streaming"), evictor="snapkv", part=400, threads=1, shape=TINY
     )
     result = run(options)
     assert [(row["tokens"], row["mode"]) for row in result["rows"]] == [
-        (300, "plain"), (300, "streaming"), (700, "plain"), (700, "streaming")
-    ]  # fmt: skip
-    assert "prefill" in result["growth"]["plain"] and result["growth"]["streaming"] == {}
+        (tokens, mode) for tokens in (300, 700, 900) for mode in ("plain", "streaming")
+    ]
+    assert list(result["rows"][1]["phases"]) == ["prefill", "score", "restore", "evict"]  # fits into one part
+    assert len(result["growth"]["plain"]["prefill"]) == 2
+    assert {name: len(grown) for name, grown in result["growth"]["streaming"].items()} == {
+        "prefill": 0, "score": 0, "restore": 0, "evict": 0, "part": 1
+    }  # fmt: skip
     text = markdown(result)
-    assert "| plain: T |" in text and "| streaming: T |" in text
+    assert "| plain: T |" in text and "| streaming: T |" in text and "streamed 400 tokens at a time" in text
 
 
 def test_growth_is_the_exponent():
     rows = [{"tokens": t, "mode": "plain", "phases": {"score": {"seconds": 3 * t**1.5}}} for t in (10, 20, 80)]
     assert growth(rows)["plain"]["score"] == pytest.approx([1.5, 1.5])
+
+
+def test_growth_of_texts_that_share_a_phase():
+    """The shortest went the plain way; the table tells all phases there were."""
+    plain, part = ({name: {"seconds": 2.0, "peak": 5} for name in names} for names in (("score", "restore"), ("part",)))
+    rows = [{"tokens": t, "mode": "streaming", "phases": part if t > 10 else plain} for t in (10, 20, 40)]
+    found = growth(rows)["streaming"]
+    assert found == {"score": [], "restore": [], "part": [0.0]}
+    lines = seconds_table("streaming", rows, found).splitlines()
+    assert "| score | 2.00 |  |  |  |" in lines and "| part |  | 2.00 | 2.00 | 0.00 |" in lines
+    assert "| restore pass, share of all | 50.00% |  |  | |" in lines
+
+
+def test_every_text_is_streamed_unless_told_otherwise():
+    assert Options().streamed == 1024 and Options(tokens=(512, 1024)).streamed == 256
+    assert Options(tokens=(8192, 5000)).streamed == 2048 and Options(tokens=(300,), part=400).streamed == 400
+
+
+@pytest.mark.parametrize("ratio", ["0.01", "0.05"])
+def test_a_filled_cache_is_squeezed_to_any_ratio(folder, ratio):
+    """Of the warm-up's 256 tokens 1 % are fewer than the adapter's eight."""
+    job = {"model": str(folder), "threads": 1, "tokens": 300, "mode": "plain", "filled": True, "seed": 0, "part": 100}
+    assert measure({**job, "evictor": "knorm", "ratio": ratio})["kept"] > 0
 
 
 def test_paper_knows_the_models():
@@ -86,15 +114,44 @@ def test_paper_knows_the_models():
             plain, offload, streaming = model.peaks(tokens)
             assert model.weights < min(offload, streaming) and max(offload, streaming) < plain
             assert model.workspace(tokens) < 600e6  # whatever the length
+    qwen, _, llama = MODELS
+    assert llama.workspace(PART) == 2048 * (3 * 2048 + 2 * 75_776) == 322_961_408  # 4 * 4096 + 3 * 14336 + 4 * 4096
+    assert qwen.workspace(PART) == 2048 * (3 * 2048 + 2 * 21_504)  # 4 * 1024 + 3 * 3072 + 4 * 2048
+    full, columns = 131_072 * 32_768, 32_768  # bytes a column
+    held = full // 20 + 131_072 * 2048 + 10 * 256 * columns + 322_961_408
+    assert llama.peaks(columns)[2] == pytest.approx(llama.weights + held, abs=1)
+    assert llama.peaks(columns)[0] == llama.weights + full + full // 32 + 6 * 256 * columns + llama.workspace(columns)
     assert table().count("\n") == 3 + 1 + len(MODELS) * len(LENGTHS)
 
 
+def test_what_is_wrong_is_told():
+    with pytest.raises(RestoreKVError, match="threads and part are at least 0, not -1 and 0"):
+        Options(threads=-1)
+
+
 @pytest.mark.parametrize(
-    "bad", [{"tokens": (8,)}, {"modes": ("fast",)}, {"modes": ()}, {"filled": True}, {"ratio": 0.0}, {"evictor": "x"}]
+    "bad",
+    [
+        {"part": -1},
+        {"tokens": (8,)},
+        {"modes": ("fast",)},
+        {"modes": ()},
+        {"filled": True},
+        {"ratio": 0.0},
+        {"evictor": "x"},
+    ],
 )
 def test_wrong_options_are_refused(bad):
     with pytest.raises(RestoreKVError):
         Options(**bad)
+
+
+@pytest.mark.parametrize("documents", ["x", "-1", "0"])
+def test_accuracy_tells_a_mistake_in_a_sentence(tmp_path, documents, recwarn):
+    """sys.exit with a text prints it and exits with 1."""
+    with pytest.raises(SystemExit) as caught:
+        accuracy.main(documents, str(tmp_path / "run"))
+    assert re.fullmatch(r"error: [^\n]+\.", caught.value.code)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from restorekv.errors import RestoreKVWarning
+from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.grid.cell import Cell
 from restorekv.grid.results import Result
 from restorekv.grid.run import Here, Progress
@@ -62,9 +62,15 @@ def markdown(results: dict[Key, Result]) -> str:
 
 
 def main(documents: str = "52", folder: str = "runs/accuracy") -> None:
-    """Prints the table."""
+    """Prints the table, or a mistake in one sentence."""
     warnings.simplefilter("ignore", RestoreKVWarning)
-    print(markdown(run(int(documents), Path(folder), lambda told: print(told, file=sys.stderr, flush=True))))
+    try:
+        if not documents.isdecimal():
+            raise RestoreKVError(f"DOCUMENTS is a number, not {documents!r}.")
+        found = run(int(documents), Path(folder), lambda told: print(told, file=sys.stderr, flush=True))
+    except RestoreKVError as error:
+        sys.exit(f"error: {error}")
+    print(markdown(found))
 
 
 if __name__ == "__main__":

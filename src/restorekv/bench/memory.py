@@ -15,7 +15,6 @@ not depend on the number of layers beyond the cache. Scoring takes the time it a
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import json
 import math
@@ -25,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -34,11 +33,13 @@ from transformers import DynamicCache, PreTrainedModel
 
 from restorekv import evictors
 from restorekv.bench.machine import described
+from restorekv.bench.memory_on_paper import PART, SCORES
 from restorekv.bench.meter import REFERENCES, resident, serve
 from restorekv.bench.workload import SHAPE, save_model, save_tokenizer, text_of
 from restorekv.budget import exact_ratio
 from restorekv.compression import compress
 from restorekv.errors import RestoreKVError
+from restorekv.freed import give_back
 from restorekv.models import CacheShape, load_model
 from restorekv.offload import offloaded
 from restorekv.prepared import PLAIN, Prepared
@@ -47,19 +48,19 @@ from restorekv.restore import RestoreAdapter
 
 WARM_UP = 256  # tokens
 MODES = ("plain", "offload", "streaming")
-SCORES = 6  # bytes a pair: a float32 score, and whether it stays, twice at the most
 
 
 @dataclass(frozen=True)
 class Options:
-    """`shape` replaces fields of Qwen3-0.6B's config; `modes` are some of MODES; `part`: tokens streamed at a time."""
+    """`shape` replaces fields of Qwen3-0.6B's config; `modes` are some of MODES; `part`: tokens streamed at a time, 0
+    for PART or, if that is less, half of the shortest text, so that every text is streamed."""
 
     tokens: Sequence[int] = (2048, 4096, 8192, 16384, 32768)
     modes: Sequence[str] = MODES
     evictor: str = "kvzip"
     ratio: float | str = "0.05"
     filled: bool = False
-    part: int = 2048
+    part: int = 0
     threads: int = 0
     seed: int = 0
     shape: Mapping[str, object] = field(default_factory=dict)
@@ -67,12 +68,19 @@ class Options:
     def __post_init__(self) -> None:
         exact_ratio(self.ratio)
         evictors.make(self.evictor)
-        if not self.tokens or min(self.tokens) < WARM_UP or self.threads < 0:
+        if not self.tokens or min(self.tokens) < WARM_UP:
             raise RestoreKVError(f"Every number of tokens is at least {WARM_UP}, not {list(self.tokens)}.")
+        if self.threads < 0 or self.part < 0:
+            raise RestoreKVError(f"threads and part are at least 0, not {self.threads} and {self.part}.")
         if not self.modes or set(self.modes) - set(MODES):
             raise RestoreKVError(f"The modes are some of {', '.join(MODES)}, not {', '.join(self.modes)}.")
         if self.filled and "streaming" in self.modes:
             raise RestoreKVError("Streaming has no full cache to fill; leave out streaming or filled.")
+
+    @property
+    def streamed(self) -> int:
+        """Tokens streamed at a time."""
+        return self.part or min(PART, min(self.tokens) // 2)
 
 
 def run(options: Options, progress: Callable[[str], None] = lambda phase: None) -> dict:
@@ -88,7 +96,7 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None) 
                 progress(f"T = {tokens:,}, {mode}")
                 job = {"model": name, "threads": threads, "tokens": tokens, "mode": mode, "seed": options.seed}
                 job |= {"evictor": options.evictor, "ratio": str(options.ratio), "filled": options.filled}
-                job |= {"part": options.part}
+                job |= {"part": options.streamed}
                 rows.append({"tokens": tokens, "mode": mode, **measured(job, Path(name))})
     return {
         "model": {"parameters": parameters, "dtype": "bfloat16", **shape},
@@ -96,6 +104,7 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None) 
         "evictor": options.evictor,
         "ratio": float(exact_ratio(options.ratio)),
         "filled": options.filled,
+        "part": options.streamed,
         "rows": rows,
         "growth": growth(rows),
     }
@@ -138,8 +147,7 @@ class Phases:
 def settle() -> None:
     """Gives memory that is free back to the system, so that no phase is charged with what an earlier one let go."""
     gc.collect()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    give_back()
 
 
 def measure(job: dict) -> dict:
@@ -160,7 +168,7 @@ def measure(job: dict) -> dict:
         "full": columns * shape.layers * shape.heads * pair,
         "layer": columns * shape.heads * pair,
         "part": min(job["part"], columns) * shape.layers * shape.heads * pair,
-        "scores": SCORES * columns * shape.layers * shape.heads,
+        "scores": SCORES[job["mode"]] * columns * shape.layers * shape.heads,
         "kept": kept,
         "phases": phases.found,
         "peak": max(phase["peak"] for phase in phases.found.values()),
@@ -184,7 +192,8 @@ def fill(model, tokenizer, text, job, mode, adapter, phases) -> tuple[int, int]:
     phases("fill")
     full = filled(model, context.positions, mode["offload"])
     phases("score")
-    prepared = Prepared(model, context, full, evictor.score(model, tokenizer, context, full), PLAIN)
+    scores = evictor.score(model, tokenizer, context, full)
+    prepared = Prepared(model, context, full, scores, replace(PLAIN, on_tight="fewer"))
     phases("restore")
     prepared = prepared.restored_by(adapter)
     phases("evict")
@@ -201,11 +210,15 @@ def filled(model: PreTrainedModel, columns: int, offload: bool) -> DynamicCache:
 
 
 def growth(rows: Sequence[dict]) -> dict[str, dict[str, list[float]]]:
-    """Of every mode and phase, the exponents of its seconds between neighbouring T: 1 is linear, 2 quadratic."""
+    """Of every mode and phase, the exponents of its seconds between neighbouring T that both have the phase (a text
+    that fits into one part is not streamed): 1 is linear, 2 quadratic."""
     found: dict[str, dict[str, list[float]]] = {}
     for mode in {row["mode"]: None for row in rows}:
         ours = [row for row in rows if row["mode"] == mode]
-        found[mode] = {name: [exponent(*pair, name) for pair in pairwise(ours)] for name in names_of(ours)}
+        found[mode] = {
+            name: [exponent(*pair, name) for pair in pairwise(ours) if all(name in row["phases"] for row in pair)]
+            for name in names_of(ours)
+        }
     return found
 
 
@@ -216,8 +229,8 @@ def exponent(early: dict, late: dict, name: str) -> float:
 
 
 def names_of(rows: Sequence[dict]) -> list[str]:
-    """The phases that all rows have; a text that fits into one part is not streamed."""
-    return [name for name in rows[-1]["phases"] if all(name in row["phases"] for row in rows)]
+    """The phases that any row has, in their order."""
+    return list({name: None for row in rows for name in row["phases"]})
 
 
 if __name__ == "__main__":

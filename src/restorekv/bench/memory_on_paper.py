@@ -4,14 +4,17 @@ All sizes follow from a model's shape; bfloat16, binary units. The parts, with C
 
     weights     2 bytes a parameter
     full cache  2 * L * H * D * C * 2          one layer  the same over L
-    scores      6 * L * H * C                  a float32 score a pair, and whether it stays, twice at the most
-    kept        r of the full cache            one part   2,048 columns of the full cache
-    workspace   c * (3 * C + 2 * (4 * d + 3 * f + 4 * q)), c = min(4096, 2^26 / C) rows of a chunk, hidden width d,
+    scores      6 * L * H * C                  a float32 score a pair, and whether it stays, twice at the most;
+                                               10 where the best are sought in a copy without the prefix: streaming
+    kept        r of the full cache            one part   P = 2,048 columns of the full cache
+    workspace   c * (3 * C + 2 * (4 * d + 3 * f + 4 * q)), c = min(4096, 2^26 / C, C) rows of a chunk, hidden width d,
                 MLP width f, q = H * G * D: the mask as booleans and as numbers, and a layer's activations
 
     plain       weights + full cache + one layer + scores + workspace
     offload     weights + one layer, twice (held and joined with the chunk's pairs) + kept + scores + workspace
-    streaming   weights + kept + one part + scores + workspace
+    streaming   weights + kept + one part + scores + workspace of a part, C = P, which is prefilled alone
+
+That is a CPU's. A GPU holds a third layer when it offloads: the next one, fetched ahead. Prefixes are counted as text.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from restorekv.compressed import size
 from restorekv.prefill import CHUNK, MASK
 
 RATIO, PART = 0.05, 2048
+SCORES = {"plain": 6, "offload": 6, "streaming": 10}  # bytes a pair
 LENGTHS = (32_768, 131_072, 1_048_576)
 
 
@@ -49,11 +53,11 @@ class Model:
     def layer(self, columns: int) -> int:
         return 4 * self.heads * self.dim * columns
 
-    def scores(self, columns: int) -> int:
-        return 6 * self.layers * self.heads * columns
+    def scores(self, columns: int, mode: str = "plain") -> int:
+        return SCORES[mode] * self.layers * self.heads * columns
 
     def workspace(self, columns: int) -> int:
-        rows = min(CHUNK, MASK // columns)
+        rows = min(CHUNK, MASK // columns, columns)
         return rows * (3 * columns + 2 * (4 * self.hidden + 3 * self.inner + 4 * self.queries * self.dim))
 
     def peaks(self, columns: int) -> tuple[int, int, int]:
@@ -61,7 +65,8 @@ class Model:
         full, layer = self.layers * self.layer(columns), self.layer(columns)
         kept, part = int(RATIO * full), self.layers * self.layer(PART)
         always = self.weights + self.scores(columns) + self.workspace(columns)
-        return always + full + layer, always + 2 * layer + kept, always + kept + part
+        streamed = self.weights + self.scores(columns, "streaming") + self.workspace(PART)
+        return always + full + layer, always + 2 * layer + kept, streamed + kept + part
 
 
 MODELS = (

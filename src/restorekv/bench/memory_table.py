@@ -15,7 +15,8 @@ def markdown(result: dict) -> str:
     text = (
         f"{result['evictor']}, r = {result['ratio']:g}, {told}; random weights, "
         f"{model['parameters'] / 1e6:,.0f} million parameters ({model['num_hidden_layers']} layers), {model['dtype']}, "
-        f"{machine['threads']} threads on {machine['processor']}. Bytes above what was resident before.\n\n"
+        f"{machine['threads']} threads on {machine['processor']}. Bytes above what was resident before"
+        f"{streamed(result)}.\n\n"
     )
     for mode in {row["mode"]: None for row in result["rows"]}:
         rows = [row for row in result["rows"] if row["mode"] == mode]
@@ -24,6 +25,12 @@ def markdown(result: dict) -> str:
             text += counted(model, [row["tokens"] for row in rows])
         text += "\n"
     return text
+
+
+def streamed(result: dict) -> str:
+    """The size of a part, if any mode has parts."""
+    there = any(row["mode"] == "streaming" for row in result["rows"])
+    return f"; streamed {result['part']:,} tokens at a time" if there else ""
 
 
 def memory_table(mode: str, rows: Sequence[dict]) -> str:
@@ -51,14 +58,17 @@ def seconds_table(mode: str, rows: Sequence[dict], exponents: dict[str, list[flo
     text = f"| {mode}: phase, s | {heads} | exponents |\n"
     text += "|---" * (len(rows) + 2) + "|\n"
     for name, grown in exponents.items():
-        seconds = " | ".join(f"{row['phases'][name]['seconds']:.2f}" for row in rows)
+        seconds = " | ".join(f"{row['phases'][name]['seconds']:.2f}" if name in row["phases"] else "" for row in rows)
         text += f"| {name} | {seconds} | {', '.join(f'{each:.2f}' for each in grown)} |\n"
     if "restore" in exponents:
-        shares = (
-            row["phases"]["restore"]["seconds"] / sum(p["seconds"] for p in row["phases"].values()) for row in rows
-        )
-        text += f"| restore pass, share of all | {' | '.join(f'{share:.2%}' for share in shares)} | |\n"
+        text += f"| restore pass, share of all | {' | '.join(map(restoring, rows))} | |\n"
     return text
+
+
+def restoring(row: dict) -> str:
+    """The share of the restore pass; nothing where it is no phase of its own."""
+    seconds = {name: phase["seconds"] for name, phase in row["phases"].items()}
+    return f"{seconds['restore'] / sum(seconds.values()):.2%}" if "restore" in seconds else ""
 
 
 def counted(model: dict, lengths: Sequence[int]) -> str:

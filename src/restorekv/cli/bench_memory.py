@@ -22,6 +22,9 @@ def run(
     evictor: Annotated[str, typer.Option(help="What scores.")] = "kvzip",
     ratio: Annotated[str, typer.Option(help="Share of the KV pairs to hold, in (0, 1].")] = "0.05",
     filled: Annotated[bool, typer.Option("--filled", help="Random numbers instead of a prefill.")] = False,
+    part: Annotated[
+        int, typer.Option(min=0, help="Tokens streamed at a time; 0 for 2,048, or half of the smallest T if less.")
+    ] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="512, 1,024 and 2,048 tokens, one layer.")] = False,
     on_paper: Annotated[bool, typer.Option("--on-paper", help="Only compute what larger models would need.")] = False,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0 for PyTorch's own choice.")] = 0,
@@ -35,7 +38,7 @@ def run(
     modes = tuple(mode) or tuple(each for each in MODES if not (filled and each == "streaming"))
     options = Options(
         tokens=[512, 1024, 2048] if quick else lengths(tokens), modes=modes, evictor=evictor, ratio=ratio,
-        filled=filled, threads=threads, shape={"num_hidden_layers": 1 if quick else layers},
+        filled=filled, part=part, threads=threads, shape={"num_hidden_layers": 1 if quick else layers},
     )  # fmt: skip
     logging.disable_progress_bar()
     with measuring() as tell:
