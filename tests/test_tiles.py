@@ -220,8 +220,7 @@ def test_one_mask_may_serve_all_questions_and_a_tail_may_be_a_view():
     """As of a buffer of fixed size, whose unused rows the mask hides."""
     query, layer, _ = example(masked=False)
     wished = triton_attend.attend(query, layer, None, 0.3)
-    keys, values = (torch.full((2, 3, 9, 16), torch.nan, device=DEVICE) for _ in range(2))
-    keys[:, :, 6:], values[:, :, 6:] = 1e4, 1e4
+    keys, values = (torch.full((2, 3, 9, 16), 1e4, device=DEVICE) for _ in range(2))
     keys[:, :, :6], values[:, :, :6] = layer.keys, layer.values
     mask = torch.zeros(1, 1, 2, 9, dtype=torch.bool, device=DEVICE)
     mask[..., :6] = torch.ones(2, 6, device=DEVICE).tril(4).bool()
@@ -229,6 +228,18 @@ def test_one_mask_may_serve_all_questions_and_a_tail_may_be_a_view():
     torch.testing.assert_close(triton_attend.attend(query, layer, mask, 0.3), wished, rtol=1e-5, atol=1e-6)
     layer.keys, layer.values = keys[:, :, :6], values[:, :, :6]
     assert torch.equal(triton_attend.attend(query, layer, None, 0.3), wished)
+
+
+@pytest.mark.parametrize("width", [7, 16, 32])
+def test_a_context_may_be_a_view(width):
+    """Rows that lie apart, of keys and values each in their own way, and every other number as bias."""
+    layer, draw = make_layer([13, 0, 4], 2, 6, width, torch.float32, True)
+    query = make_query(draw, 2, 3, 2, 1, width)
+    layer.context_keys = draw(17, 2 * width)[:, :width]
+    layer.context_values, layer.bias = draw(width, 17).T, draw(34)[::2]
+    found = triton_attend.attend(query, layer, None, 0.3)
+    wished = naive.attend(query.double(), exactly(layer), None, 0.3)
+    torch.testing.assert_close(found.double(), wished, rtol=2e-5, atol=2e-5)
 
 
 def arguments(query, layer, mask):
@@ -273,15 +284,15 @@ def test_a_step_reads_nothing_from_the_device():
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_compiled_model_answers_alike_in_one_graph(family, monkeypatch):
-    model, generator = build_model(family, num_hidden_layers=1), torch.Generator().manual_seed(0)
-    full = prefill(model, torch.randint(320, (1, 30), generator=generator))
+    model, generator = build_model(family, num_hidden_layers=1).to(DEVICE), torch.Generator().manual_seed(0)
+    full = prefill(model, torch.randint(320, (1, 30), generator=generator).to(DEVICE))
     keep = torch.rand(1, 2, 30, generator=generator) < 0.5
     cache = RaggedCache.from_dense(full, keep)
     tiles.plan(cache.layers)
     monkeypatch.setattr(attention, "choose", lambda query, layer: triton_attend.attend)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    forks, ids = (cache.fork(), cache.fork()), torch.tensor([[5, 6, 7]])
+    forks, ids = (cache.fork(), cache.fork()), torch.tensor([[5, 6, 7]], device=DEVICE)
     with torch.no_grad():
         for step in (ids, ids[:, :1]):
             plain, found = (

@@ -21,6 +21,8 @@ from restorekv.attention.triton_attend import INTERPRETED  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# Of own keys, own values, held keys and held values.
+LAYOUTS = st.lists(st.sampled_from(["plain", "columns first", "apart"]), min_size=4, max_size=4)
 
 
 def moved(case):
@@ -28,13 +30,22 @@ def moved(case):
     return query.to(DEVICE), *(tuple(x.to(DEVICE) for x in pair) for pair in (own, held))
 
 
-def check(heads, groups, rows, held, dim, dtype, edges, seed):
+def laid(x, layout):
+    """The same numbers (H, n, D), columns before heads, or with something else between the rows."""
+    if layout == "columns first":  # as an offloaded layer lies
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    return torch.cat([x, torch.full_like(x, torch.nan)], -1)[..., : x.shape[-1]] if layout == "apart" else x
+
+
+def check(heads, groups, rows, held, dim, dtype, edges, seed, layouts=["plain"] * 4):
     """Output, maxima of held columns, and of own columns with and without the diagonal."""
     sinks, start, end = sorted(min(edge, held) for edge in edges)
     columns = [*range(sinks), *range(start, end)]
     case = make(heads, groups, rows, held, dim, dtype, seed)
     output, weights = written_out(*case, dim**-0.5, columns)
     query, own, context = moved(case)
+    own = tuple(map(laid, own, layouts[:2]))
+    context = tuple(map(laid, context, layouts[2:]))
     found, lse = triton_maxima.attend(query, own, context, dim**-0.5, sinks, start, end)
     assert found.dtype == dtype and (found.cpu().double() - output).abs().max() <= TOLERANCE[dtype] * 4
     best = triton_maxima.highest(query, context[0][:, start:end], lse, dim**-0.5)
@@ -52,10 +63,10 @@ def check(heads, groups, rows, held, dim, dtype, edges, seed):
 @given(
     heads=st.integers(1, 2), groups=st.integers(1, 2), rows=st.integers(1, 40), held=st.integers(0, 50),
     dim=st.sampled_from([32, 80, 128, 256]), dtype=st.sampled_from(DTYPES),
-    edges=st.lists(st.integers(0, 50), min_size=3, max_size=3), seed=st.integers(0, 99),
+    edges=st.lists(st.integers(0, 50), min_size=3, max_size=3), seed=st.integers(0, 99), layouts=LAYOUTS,
 )  # fmt: skip
-def test_both_kernels(heads, groups, rows, held, dim, dtype, edges, seed):
-    check(heads, groups, rows, held, dim, dtype, edges, seed)
+def test_both_kernels(heads, groups, rows, held, dim, dtype, edges, seed, layouts):
+    check(heads, groups, rows, held, dim, dtype, edges, seed, layouts)
 
 
 @pytest.mark.slow
@@ -63,10 +74,29 @@ def test_both_kernels(heads, groups, rows, held, dim, dtype, edges, seed):
 @given(
     heads=st.integers(1, 2), groups=st.integers(1, 8), rows=st.integers(1, 200), held=st.integers(0, 300),
     dim=st.sampled_from([32, 64, 80, 128, 256]), dtype=st.sampled_from(DTYPES),
-    edges=st.lists(st.integers(0, 300), min_size=3, max_size=3), seed=st.integers(0, 99),
+    edges=st.lists(st.integers(0, 300), min_size=3, max_size=3), seed=st.integers(0, 99), layouts=LAYOUTS,
 )  # fmt: skip
-def test_larger_ones(heads, groups, rows, held, dim, dtype, edges, seed):
-    check(heads, groups, rows, held, dim, dtype, edges, seed)
+def test_larger_ones(heads, groups, rows, held, dim, dtype, edges, seed, layouts):
+    check(heads, groups, rows, held, dim, dtype, edges, seed, layouts)
+
+
+@pytest.mark.parametrize("layout", ["columns first", "apart"])
+def test_pairs_are_read_where_they_lie(layout, monkeypatch):
+    check(2, 2, 20, 30, 32, torch.float32, [3, 9, 25], 0, [layout] * 4)
+    query, own, held = moved(make(3, 2, 5, 60, 16, torch.float32, 0))
+    own, held = (tuple(laid(x, layout) for x in pair) for pair in (own, held))
+    launched = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **options: launched.append([x.data_ptr() for x in args if torch.is_tensor(x)])
+
+    monkeypatch.setattr(triton_maxima, "attend_kernel", Kernel())
+    monkeypatch.setattr(triton_maxima, "highest_kernel", Kernel())
+    _, lse = triton_maxima.attend(query, own, held, 0.3, 0, 0, 60)
+    triton_maxima.highest(query, held[0][:, 7:], lse, 0.3)
+    assert launched[0][:5] == [x.data_ptr() for x in (query, *own, *held)]
+    assert launched[1][1] == held[0][:, 7:].data_ptr()
 
 
 @pytest.mark.parametrize("spec", ["kvzip+:chunk=15", "h2o:diagonal=false"])

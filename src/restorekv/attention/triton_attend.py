@@ -73,6 +73,8 @@ def launch(
     entries, first and counts are those of `tiles.Tiles`.
     """
     query, (keys, values) = last_together(query), alike(keys, values)
+    context_keys, context_values = context_keys.contiguous(), context_values.contiguous()
+    bias = None if bias is None else bias.contiguous()
     batch, heads, groups, queries, width = query.shape
     rows, wanted = groups * queries, wanted_programs(query.device)
     block_d = max(triton.next_power_of_2(width), 16)

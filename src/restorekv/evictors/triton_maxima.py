@@ -35,14 +35,14 @@ def attend(
     Own pairs, causally, share a softmax with the first `sinks` held columns and those from `start` >= sinks to `end`.
     """
     heads, groups, rows, width = query.shape
-    query, own, held = last_together(query), tuple(map(dense, own)), tuple(map(dense, held))
+    query, *pairs = map(last_together, (query, *own, *held))
     output = query.new_empty(rows, heads, groups, width)
     lse = query.new_empty(heads, groups, rows, dtype=torch.float32)
     m, n, block_d, options = sizes(query)
     with torch.cuda.device_of(query):
         attend_kernel[(triton.cdiv(rows, m), heads * groups)](
-            query, *own, *held, output, lse, rows, sinks, start, end, held[0].shape[1],
-            *query.stride()[:3], own[0].stride(0), own[1].stride(0), held[0].stride(0), held[1].stride(0),
+            query, *pairs, output, lse, rows, sinks, start, end, held[0].shape[1],
+            *query.stride()[:3], *(step for x in pairs for step in x.stride()[:2]),
             scale * LOG2E.value, groups, width, m, n, block_d, factor_type(query.dtype), **options,
         )  # fmt: skip
     return output.flatten(1, 2), lse
@@ -54,20 +54,15 @@ def highest(query: Tensor, keys: Tensor, lse: Tensor, scale: float, own: bool = 
     own: keys are the rows' own, which earlier rows do not see, nor, without `diagonal`, a row its own.
     """
     heads, groups, rows, width = query.shape
-    query, keys, lse = last_together(query), dense(keys), lse.contiguous()
+    query, keys, lse = last_together(query), last_together(keys), lse.contiguous()
     best = query.new_zeros(heads, groups, keys.shape[1], dtype=torch.float32)
     m, n, block_d, options = sizes(query)
     with torch.cuda.device_of(query):
         highest_kernel[(triton.cdiv(keys.shape[1], m), heads * groups)](
-            query, keys, lse, best, rows, keys.shape[1], int(not diagonal), *query.stride()[:3], keys.stride(0),
+            query, keys, lse, best, rows, keys.shape[1], int(not diagonal), *query.stride()[:3], *keys.stride()[:2],
             scale * LOG2E.value, own, groups, width, m, n, block_d, factor_type(query.dtype), **options,
         )  # fmt: skip
     return best
-
-
-def dense(x: Tensor) -> Tensor:
-    """With rows of neighbouring numbers, one after the other; slices of columns and heads are such already."""
-    return x if x.stride(-1) == 1 and x.stride(-2) == x.shape[-1] else x.contiguous()
 
 
 def sizes(query: Tensor) -> tuple[int, int, int, dict[str, int]]:
@@ -78,19 +73,20 @@ def sizes(query: Tensor) -> tuple[int, int, int, dict[str, int]]:
 
 
 @triton.jit
-def look(q, keys, values, best, weight, output, count, cut, first, second, limit, scale, OWN: tl.constexpr,
-         D: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, FACTOR: tl.constexpr):  # fmt: skip
+def look(q, keys, values, key_row, value_row, best, weight, output, count, cut, first, second, limit, scale,
+         OWN: tl.constexpr, D: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, FACTOR: tl.constexpr):  # fmt: skip
     """Adds `count` pairs to a softmax under way: highest logit (M,), sum of weights (M,), of values (M, BLOCK_D).
 
-    Pair i is at i + first, and from `cut` on at i + second; OWN: row j sees the pairs up to limit[j].
+    Pair i is at i + first, and from `cut` on at i + second, times key_row and value_row numbers; OWN: row j sees the
+    pairs up to limit[j].
     """
     column = tl.arange(0, BLOCK_D)[None, :]
     for low in range(0, count, N):
         pair = low + tl.arange(0, N)
         inside = pair < count
-        at = pair + tl.where(pair < cut, first, second)
-        place, held = at.to(tl.int64)[:, None] * D + column, inside[:, None] & (column < D)
-        key = tl.load(keys + place, mask=held, other=0.0)
+        at = (pair + tl.where(pair < cut, first, second)).to(tl.int64)[:, None]
+        held = inside[:, None] & (column < D)
+        key = tl.load(keys + at * key_row + column, mask=held, other=0.0)
         logits = tl.dot(q.to(FACTOR), tl.trans(key).to(FACTOR), input_precision="ieee") * scale
         visible = inside[None, :]
         if OWN:
@@ -98,7 +94,7 @@ def look(q, keys, values, best, weight, output, count, cut, first, second, limit
         logits = tl.where(visible, logits, float("-inf"))
         higher = tl.maximum(best, tl.max(logits, 1))
         fade, share = tl.exp2(best - higher), tl.exp2(logits - higher[:, None])
-        value = tl.load(values + place, mask=held, other=0.0)
+        value = tl.load(values + at * value_row + column, mask=held, other=0.0)
         shared = share.to(value.dtype).to(FACTOR)
         output = tl.dot(shared, value.to(FACTOR), output * fade[:, None], input_precision="ieee")
         weight = weight * fade + tl.sum(share, 1)
@@ -108,9 +104,9 @@ def look(q, keys, values, best, weight, output, count, cut, first, second, limit
 
 @triton.jit(do_not_specialize=VARYING)
 def attend_kernel(query, own_keys, own_values, keys, values, output, lse, rows, sinks, start, stop, columns, q_head,
-                  q_group, q_row, own_key_head, own_value_head, key_head, value_head, scale, G: tl.constexpr,
-                  D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr,
-                  FACTOR: tl.constexpr):  # fmt: skip
+                  q_group, q_row, own_key_head, own_key_row, own_value_head, own_value_row, key_head, key_row,
+                  value_head, value_row, scale, G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+                  BLOCK_D: tl.constexpr, FACTOR: tl.constexpr):  # fmt: skip
     """M rows of one query head: own pairs, of which each row sees one, those that share their softmax, the rest."""
     pair = tl.program_id(1).to(tl.int64)
     head, group = pair // G, pair % G
@@ -123,20 +119,20 @@ def attend_kernel(query, own_keys, own_values, keys, values, output, lse, rows, 
     own_key, own_value = own_keys + head * own_key_head, own_values + head * own_value_head
     key, value = keys + head * key_head, values + head * value_head
     end, gap = tl.minimum(tl.program_id(0) * M + M, rows), start - sinks
-    best, weight, total = look(q, own_key, own_value, best, weight, total, end, 0, 0, 0, row, scale, True, D, N,
-                               BLOCK_D, FACTOR)  # fmt: skip
-    best, weight, total = look(q, key, value, best, weight, total, sinks + stop - start, sinks, 0, gap, row, scale,
-                               False, D, N, BLOCK_D, FACTOR)  # fmt: skip
+    best, weight, total = look(q, own_key, own_value, own_key_row, own_value_row, best, weight, total, end, 0, 0, 0,
+                               row, scale, True, D, N, BLOCK_D, FACTOR)  # fmt: skip
+    best, weight, total = look(q, key, value, key_row, value_row, best, weight, total, sinks + stop - start, sinks, 0,
+                               gap, row, scale, False, D, N, BLOCK_D, FACTOR)  # fmt: skip
     tl.store(lse + pair * rows + row, best + tl.log2(weight), mask=real)
-    best, weight, total = look(q, key, value, best, weight, total, gap + columns - stop, gap, sinks, stop - gap, row,
-                               scale, False, D, N, BLOCK_D, FACTOR)  # fmt: skip
+    best, weight, total = look(q, key, value, key_row, value_row, best, weight, total, gap + columns - stop, gap,
+                               sinks, stop - gap, row, scale, False, D, N, BLOCK_D, FACTOR)  # fmt: skip
     place = output + (row.to(tl.int64)[:, None] * tl.num_programs(1) + pair) * D + column
     mean = total / weight[:, None]
     tl.store(place, mean.to(output.dtype.element_ty), mask=real[:, None] & (column < D))
 
 
 @triton.jit(do_not_specialize=VARYING)
-def highest_kernel(query, keys, lse, best, rows, columns, skipped, q_head, q_group, q_row, key_head, scale,
+def highest_kernel(query, keys, lse, best, rows, columns, skipped, q_head, q_group, q_row, key_head, key_row, scale,
                    OWN: tl.constexpr, G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
                    BLOCK_D: tl.constexpr, FACTOR: tl.constexpr):  # fmt: skip
     """M columns of one query head, over all rows that see them."""
@@ -144,7 +140,7 @@ def highest_kernel(query, keys, lse, best, rows, columns, skipped, q_head, q_gro
     head, group = pair // G, pair % G
     at = tl.program_id(0) * M + tl.arange(0, M)
     width, real = tl.arange(0, BLOCK_D)[None, :], at < columns
-    corner = keys + head * key_head + at.to(tl.int64)[:, None] * D + width
+    corner = keys + head * key_head + at.to(tl.int64)[:, None] * key_row + width
     key = tl.load(corner, mask=real[:, None] & (width < D), other=0.0)
     found = tl.full([M], float("-inf"), tl.float32)
     start = tl.program_id(0) * M // N * N if OWN else 0
