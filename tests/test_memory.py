@@ -4,11 +4,16 @@ import pytest
 import torch
 from conftest import build_model
 from held import Held
+from transformers import DynamicCache
 
+from restorekv import allocate
+from restorekv.bench.memory_on_paper import SCORES
 from restorekv.compression import Eviction, compress
 from restorekv.errors import RestoreKVError
+from restorekv.prepared import Conventions, Prepared
 from restorekv.prompt import Context
 from restorekv.restore import RestoreAdapter
+from restorekv.streamed import Stream
 
 PREFIX, TOKENS = 3, 600
 
@@ -42,8 +47,8 @@ def test_the_last_cache_frees_the_full_one_layer_by_layer(ratio):
     kept = prepared.at(ratio)
     full = tensors(prepared.full)
     whole, layer = sum(x.nbytes for x in full), full[0].nbytes + full[1].nbytes
-    pairs = prepared.scores.numel()
-    selection = 32 * pairs // 12  # indices and booleans of one layer
+    pairs = full[0][..., 0].numel() * 12
+    selection = 64 * pairs // 12  # indices of one layer and the one before
     beside = Held(*full)
     with beside:
         prepared.at(ratio)
@@ -52,11 +57,41 @@ def test_the_last_cache_frees_the_full_one_layer_by_layer(ratio):
     del full
     with alone:
         cache = prepared.at(ratio, last=True)
-    assert alone.most <= whole + layer + 16 * pairs + selection
+    assert alone.most <= whole + layer + 6 * pairs + selection  # marks, and where each pair came from
     for ours, theirs in zip(cache.layers, kept.layers, strict=True):
         assert all(a.equal(b) for a, b in zip(ours.tensors(), theirs.tensors(), strict=True))
     with pytest.raises(RestoreKVError, match="used up"):
         prepared.at(ratio)
+
+
+def scored(policy):
+    """Four million random pairs of one number: (1, 2, C, 1) a layer."""
+    context, full = Context(torch.zeros(1, 500_003, dtype=torch.long), 3, torch.zeros(1, 0)), DynamicCache()
+    for layer in range(4):
+        full.update(torch.ones(1, 2, 500_003, 1), torch.ones(1, 2, 500_003, 1), layer)
+    return Prepared(None, context, full, torch.rand(4, 2, 500_000), Conventions.make(prefix_policy=policy))
+
+
+@pytest.mark.parametrize(("policy", "plain", "last"), [("free", 6, 10), ("counted", 10, 6)])
+def test_bytes_of_a_score(monkeypatch, policy, plain, last):
+    """As docs/memory.md tells them: number and marks, and a copy where the prefix has to be added or left out."""
+    monkeypatch.setattr(allocate, "BLOCK", 1 << 16)  # looked at in blocks that count for nothing
+    prepared = scored(policy)
+    pairs, full = prepared.scores.numel(), tensors(prepared.full)
+    held = Held(prepared.scores, *full)
+    with held:
+        prepared.at("0.05")
+    assert (held.most - sum(x.nbytes for x in full)) / pairs == pytest.approx(plain, abs=0.1)
+    if policy == "free":
+        assert plain == SCORES["plain"] == SCORES["offload"]
+    budget = prepared.conventions.budget("0.05", prepared.context, 4, 2)
+    for ending, expected in ((False, SCORES["streaming"]), (True, last)):
+        stream = Stream(None, None, prepared.context, None, prepared.conventions, budget)
+        stream.scores = torch.rand(4, 2, 500_003)
+        held = Held(stream.scores)
+        with held:
+            stream.kept(ending)
+        assert held.most / pairs == pytest.approx(expected, abs=0.1)
 
 
 @pytest.mark.parametrize("restore_from", ["full", "evicted"])

@@ -14,6 +14,8 @@ from conftest import build_model
 from restorekv import attention, offload
 from restorekv.compression import Eviction, compress
 from restorekv.errors import RestoreKVError
+from restorekv.evictors.knorm import Knorm
+from restorekv.evictors.kvpress_bridge import FromKVPress
 from restorekv.offload import Host, Mapped
 from restorekv.prefill import passing, prefill
 from restorekv.prompt import Context
@@ -179,6 +181,15 @@ def test_the_files_have_their_blocks_before_they_are_written(monkeypatch):
     monkeypatch.setattr(offload.mmap, "mmap", mapping)
     shelf = Mapped(3, (2, 5000, 16), torch.float32, torch.device("cpu"))
     assert len(sizes) == len(shelf.maps) == 3 and min(sizes) >= shelf.nbytes
+
+
+def test_a_scorer_with_a_cache_of_its_own_does_not_offload(tiny_model, tiny_tokenizer, monkeypatch):
+    """kvpress's presses; the package need not be there to tell."""
+    assert not FromKVPress.offloads
+    monkeypatch.setattr(Knorm, "offloads", False)
+    monkeypatch.setattr("restorekv.compression.prefill", None)
+    with pytest.raises(RestoreKVError, match="knorm makes a full cache of its own in memory; leave out offload"):
+        compress(tiny_model, tiny_tokenizer, TEXT, evictor="knorm", offload=True)
 
 
 def test_am_fast_does_not_offload(tiny_model, tiny_tokenizer):

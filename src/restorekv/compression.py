@@ -79,6 +79,8 @@ class Eviction:
         `offload` keeps the full cache elsewhere, one layer at a time excepted; see offload.py.
         """
         tell = progress or (lambda phase: None)
+        if offload and not self.evictor.offloads:
+            raise RestoreKVError(f"{self.evictor.name} makes a full cache of its own in memory; leave out offload.")
         attention.install(model)
         if isinstance(context, str):
             context = make_context(tokenizer, context)

@@ -5,9 +5,9 @@ pages of the one before leave the process; the system writes them out and takes 
 TMPDIR says where the file is: a folder on a disk, not one in memory.
 
 On a GPU, they lie in pinned memory of the host. Asking for a layer's keys or values gives copies on the device, and a
-second stream begins to copy the next layer, so that the device holds two. transformers' own offloading
-(DynamicCache(offloading=True), 5.2 to 5.23) moves a layer to the device and all of it back whenever pairs are added,
-and leaves it on the host for whoever reads the cache otherwise, as scores do.
+second stream begins to copy the next layer, so that the device holds two, and three while a pass joins one of them with
+its own pairs. transformers' own offloading (DynamicCache(offloading=True), 5.2 to 5.23) moves a layer to the device and
+all of it back whenever pairs are added, and leaves it on the host for whoever reads the cache otherwise, as scores do.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class Mapped(Shelf):
 
 class Host(Shelf):
     """Pinned memory of the host, where columns come before heads, so that those taken are one piece; two layers on the
-    device, of which a second stream fetches the later one, beside the copy that a pass joins its own pairs to."""
+    device, of which a second stream fetches the later one, and a third where a pass joins its own pairs to a copy."""
 
     def __init__(self, count: int, size: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
         self.here: dict[int, Pair] = {}

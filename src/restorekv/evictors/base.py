@@ -24,6 +24,7 @@ class Evictor(ABC):
 
     name: ClassVar[str]
     streams: ClassVar[bool] = True  # scores of parts of a context, each after the prefix, can be compared
+    offloads: ClassVar[bool] = True  # reads the full cache that it is given, and makes none of its own
 
     @property
     def spec(self) -> str:

@@ -40,6 +40,7 @@ class FromKVPress(Evictor):
 
     name: ClassVar[str] = "kvpress"
     streams: ClassVar[bool] = False
+    offloads: ClassVar[bool] = False
 
     press: str = ""
     eager: bool = False
