@@ -4,12 +4,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_cascade import TOLERANCE, defined
+from test_cascade import build as random_layer
+from test_cascade import cases as of_every_shape
 
-from restorekv.attention import BACKENDS
+from restorekv.attention import BACKENDS, frozen, triton_attend
 from restorekv.cache import RaggedLayer
 
 HEADS, GROUPS, WIDTH, SEEN = 3, 2, 8, 23
 EXACT = sorted(set(BACKENDS) - {"triton"})  # those with float64; test_tiles.py has the other
+ON_CPU = sorted(BACKENDS if triton_attend is None or triton_attend.INTERPRETED else EXACT)
 WITHOUT_GRADIENTS = {"cascade"}
 
 
@@ -114,7 +118,27 @@ def test_a_query_that_sees_nothing_stays_finite(backend):
     torch.testing.assert_close(result[1], expected[1], rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("backend", sorted(BACKENDS))
+@settings(max_examples=80, deadline=None)
+@given(of_every_shape(), st.integers(5, 12))
+def test_frozen_in_every_shape_and_dtype(case, block):
+    """Forward and backward, a block of rows at a time."""
+    query, layer, mask = random_layer(case)
+    layer.keys, layer.values = (x.detach().clone() for x in layer.pair)
+    leaves = [x.requires_grad_() for x in (query, *layer.pair)]
+    gradient = torch.randn(query.shape, generator=torch.Generator().manual_seed(case["seed"])).to(query.dtype)
+    tolerance = TOLERANCE[query.dtype]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(frozen, "BLOCK", 1 << block)
+        found = frozen.attend(query, layer, mask, query.shape[-1] ** -0.5)
+        ours = [found, *torch.autograd.grad(found, leaves, gradient)]
+    assert all(x.dtype == case["dtype"] for x in ours)
+    wished = defined(query, layer, mask)
+    theirs = [wished, *torch.autograd.grad(wished, leaves, gradient.double())]
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.double(), other.double(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_low_precision_stays_close(backend, dtype):
     case = {"seed": 1, "lengths": [5, 0, SEEN], "batch": 2, "queries": 2, "tail": 4, "bias": False, "padding": True}

@@ -12,6 +12,7 @@ import torch
 from conftest import build_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_attention import ON_CPU
 
 from restorekv import allocate
 from restorekv.attention import BACKENDS
@@ -209,7 +210,7 @@ def test_head_budgets_from_a_file(tiny_tokenizer, tmp_path):
     assert rows.stop - rows.start == tokens and not full.layers[0].bias[rows].any()
 
 
-@pytest.mark.parametrize("backend", sorted(BACKENDS))
+@pytest.mark.parametrize("backend", ON_CPU)
 def test_every_backend_attends_with_the_bias(tiny_tokenizer, backend):
     _, made = compact(build_model("llama"), tiny_tokenizer, 0.15)
     generator = torch.Generator().manual_seed(0)

@@ -53,22 +53,42 @@ def build(case):
     return draw(batch, heads, case["groups"], queries, dim) * 2, layer, mask
 
 
-@settings(max_examples=120, deadline=None)
-@given(cases())
-def test_equals_the_definition(case):
-    query, layer, mask = build(case)
-    with patch.object(cascade, "LEAST", 8), patch.object(torch, "get_num_threads", lambda: case["threads"]):
-        found = cascade.attend(query, layer, mask, case["dim"] ** -0.5)
-    assert found.dtype == case["dtype"] and found.shape == query.shape
+def defined(query, layer, mask):
+    """By the definition in float64, through which gradients pass."""
     exact = RaggedLayer(
         layer.context_keys.double(), layer.context_values.double(), layer.offsets, layer.positions, 99,
         layer.restore_keys.double(), layer.restore_values.double(), layer.bias,
     )  # fmt: skip
     exact.keys, exact.values = layer.keys.double(), layer.values.double()
-    every = None if mask is None else mask.expand(case["batch"], -1, -1, -1)
-    expected = naive.attend(query.double(), exact, every, case["dim"] ** -0.5)
+    every = None if mask is None else mask.expand(len(query), -1, -1, -1)
+    return naive.attend(query.double(), exact, every, query.shape[-1] ** -0.5)
+
+
+def check(case):
+    query, layer, mask = build(case)
+    with patch.object(torch, "get_num_threads", lambda: case["threads"]):
+        found = cascade.attend(query, layer, mask, case["dim"] ** -0.5)
+    assert found.dtype == case["dtype"] and found.shape == query.shape
     tolerance = TOLERANCE[case["dtype"]]
-    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found.double(), defined(query, layer, mask), rtol=tolerance, atol=tolerance)
+
+
+@settings(max_examples=120, deadline=None)
+@given(cases())
+def test_equals_the_definition(case):
+    with patch.object(cascade, "LEAST", 8):
+        check(case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_pieces_as_long_as_the_kernel_takes(dtype, bias):
+    """Beside a head that keeps nothing, one of one pair and one of a piece and a row."""
+    case = CASE | {"lengths": [0, 1, 513, 1600], "groups": 8, "dim": 128, "batch": 1, "dtype": dtype, "bias": bias}
+    with patch.object(cascade, "fused", wraps=cascade.fused) as fused:
+        check(case)
+    read = [call.args[1].shape[1:3] for call in fused.call_args_list]
+    assert read == [(1, 1), (1, 513), (3, 533), (1, 1), (4, 4)]  # the last is the tail
 
 
 CASE = {

@@ -170,9 +170,11 @@ def test_forks_share_the_list_and_files_never_hold_it(tiny_model):
     cache = RaggedCache.from_dense(full, keep)
     context = Context(torch.arange(30)[None], 0, torch.arange(3))
     before = {name: x.shape for name, x in context_file.pack(cache, context).items()}
-    fork = cache.fork(2)
+    fork, bare = cache.fork(2), cache.nbytes
     tiles.plan(fork.layers)
     assert {name: x.shape for name, x in context_file.pack(cache, context).items()} == before
+    lists = [x for layer in cache.layers for x in (tiles.of(layer).entries, tiles.of(layer).first)]
+    assert cache.nbytes == bare + sum(x.nbytes for x in lists)
     held = [tiles.of(layer) for layer in cache.layers]
     with patch.object(tiles, "cut", side_effect=AssertionError("made twice")):
         assert all(tiles.of(layer) is plan for layer, plan in zip(cache.fork().layers, held, strict=True))

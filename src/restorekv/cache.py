@@ -221,5 +221,5 @@ class RaggedCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of every tensor held; the tail counts with whatever it holds now."""
-        return sum(x.nbytes for layer in self.layers for x in layer.tensors())
+        """Bytes of every tensor held, plans included; the tail counts with whatever it holds now."""
+        return sum(getattr(x, "nbytes", 0) for layer in self.layers for x in (*layer.tensors(), *layer.plans.values()))
