@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 RUN := $(VENV)/bin/python -m
 KVPRESS ?= .venv-kvpress
 
-.PHONY: venv demo test nightly lint conformance oldest bench bench-scorers bench-memory bench-decode bench-train bench-charts bundled paper table1 ablations data-table
+.PHONY: venv demo test nightly lint conformance oldest bench bench-scorers bench-memory bench-decode bench-kernel bench-train bench-charts bundled paper table1 ablations data-table
 .DEFAULT_GOAL := demo
 
 # PyTorch's own index has the CPU build; PyPI's build for Linux brings gigabytes of CUDA, so it is asked second.
@@ -66,6 +66,11 @@ bench-memory: venv
 # Decode steps over compressed caches beside transformers' own, and many answers beside kvpress: fifteen minutes, 12 GiB.
 bench-decode: venv $(KVPRESS)/ready
 	$(VENV)/bin/restorekv bench-decode --kvpress-python $(KVPRESS)/bin/python $(BENCH)
+
+# A decode step's attention on a GPU beside dense attention and the roofline: minutes. VENV is an environment with
+# PyTorch's CUDA build and Triton; BENCH=--rehearse with TRITON_INTERPRET=1 goes through the motions on a CPU.
+bench-kernel: venv
+	$(VENV)/bin/restorekv bench-kernel $(BENCH)
 
 bench-train: venv
 	$(VENV)/bin/restorekv bench-train $(BENCH)

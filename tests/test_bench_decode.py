@@ -32,7 +32,7 @@ def shown(result: dict) -> str:
 
 def test_every_side_takes_its_turn_at_every_ratio(monkeypatch):
     jobs = []
-    monkeypatch.setattr(decode, "copying", lambda repeat: 1e9)
+    monkeypatch.setattr(decode, "copying", lambda *_: 1e9)
     monkeypatch.setattr(decode, "measured", lambda side, job, *_: jobs.append(job) or {"answers": {"seconds": 0.5}})
     threads, heard = torch.get_num_threads(), []
     options = Options(200, (1, 0.25), repeat=1, asked=3, read=64, answer=4, threads=threads, shape=TINY)
@@ -104,7 +104,7 @@ def test_memory_is_that_of_the_process():
     """Here 12 MB of pairs; what allocators round up is a small part."""
     wide = CacheShape(layers=2, heads=2, groups=2, head_dim=64, hidden=32)
     held = decode.memory(wide, Options(20000), 0.6)
-    assert held["pairs"] == 48000 * 256 and held["tail"] == 4 * (RESTORE + QUESTION) * 256
+    assert held["pairs"] == 48000 * 256 and held["tail"] == 4 * QUESTION * 256  # n are among the pairs
     assert 0.9 < held["share"] < 1.3 and held["share"] == held["bytes"] / (held["pairs"] + held["tail"])
 
 

@@ -1,13 +1,16 @@
 """The kernel benchmark: rehearsed on the CPU, and refused where there is nothing to time."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from cli_world import cli
 
 from restorekv import attention
-from restorekv.bench import kernel
+from restorekv.bench import kernel, passes
 from restorekv.bench.kernel import REHEARSAL, Options, markdown, random_layer, run
 from restorekv.errors import RestoreKVError
 
@@ -45,6 +48,38 @@ def test_heads_keep_unequal_numbers_and_together_the_budget():
     assert set(random_layer(options, 1, torch.Generator().manual_seed(0)).offsets.diff().tolist()) == {64}
 
 
+def test_a_pass_is_over_all_layers_and_a_copy_is_read_and_written(monkeypatch):
+    seen, timed = [], []
+    passes.each([1, 2, 3], seen.append)()
+    assert seen == [1, 2, 3]
+
+    def seconds(step):
+        timed.append(step().clone())
+        return 4.0
+
+    assert passes.copying(10, torch.device("cpu"), seconds) == 5.0
+    assert timed[0].tolist() == [1] * 10
+    marks = iter([1.0, 3.5])
+    monkeypatch.setattr(passes, "time", SimpleNamespace(perf_counter=lambda: next(marks)))
+    assert passes.clocked(lambda: seen.append(4)) == 2.5 and seen[-1] == 4
+
+
+@interpreted
+def test_seconds_are_those_of_one_layer(monkeypatch):
+    monkeypatch.setattr(kernel, "seconds", lambda step, repeat, device: 6.0)
+    monkeypatch.setattr(kernel, "check", lambda query, layer: None)
+    options = replace(REHEARSAL, layers=3, ratios=(0.25,))
+    row = kernel.measured(options, 0.25, 1.0, torch.device("cpu"))
+    assert {row[side]["seconds"] for side in ("ours", "sdpa", "sdpa, as rows")} == {2.0}
+
+
+def test_make_has_a_target():
+    lines = (Path(__file__).parent.parent / "Makefile").read_text().splitlines()
+    assert "bench-kernel" in next(line for line in lines if line.startswith(".PHONY:")).split()
+    recipe = lines[lines.index("bench-kernel: venv") + 1]
+    assert recipe == "\t$(VENV)/bin/restorekv bench-kernel $(BENCH)"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_without_a_device_one_sentence_says_so():
     done = cli("bench-kernel")
@@ -57,7 +92,10 @@ def test_what_is_missing_is_told(monkeypatch):
         kernel.usable(rehearse=True)
 
 
-@pytest.mark.parametrize("bad", [{"ratios": ()}, {"ratios": (0,)}, {"tail": 0}, {"repeat": 0}])
+COUNTS = ["tokens", "questions", "tail", "layers", "heads", "groups", "width", "repeat", "copied"]
+
+
+@pytest.mark.parametrize("bad", [{"ratios": ()}, {"ratios": (0,)}, *({name: 0} for name in COUNTS)])
 def test_wrong_options_are_refused(bad):
     with pytest.raises(RestoreKVError):
         Options(**bad)

@@ -12,7 +12,8 @@ random scores, whose means differ by head, says which pairs stay. Everything is 
                  best, which transformers does not use here
     roofline     bytes of pairs and tail over the bandwidth of a copy (read and written), measured in the same run
 
-`held` is resident memory that a compressed cache adds to this process, over the bytes of its pairs and its tail.
+`held` is resident memory that a compressed cache adds to this process, over the bytes of its pairs, which include the
+restore cache, and of its tail behind that.
 `answers` are tokens a second of many questions to one document, from processes of their own: ours in one batch,
 kvpress's by its pipeline; both compress with KVzip, which is not counted.
 """
@@ -21,7 +22,6 @@ from __future__ import annotations
 
 import gc
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +37,7 @@ from restorekv import allocate, attention, bench
 from restorekv.bench import KVPRESS, NO_KVPRESS, OURS, job_of, kvpress_version, measured
 from restorekv.bench.machine import described
 from restorekv.bench.meter import resident
+from restorekv.bench.passes import Step, clocked, copying, each
 from restorekv.bench.workload import SHAPE, save_model, save_tokenizer
 from restorekv.budget import exact_ratio
 from restorekv.cache import RaggedCache, RaggedLayer
@@ -48,7 +49,7 @@ from restorekv.prompt import make_context, question_ids
 
 QUESTION = 24  # columns of the tail behind the restore cache
 RESTORE = 8  # n
-Side = Callable[[], object]
+COPIED = 1 << 28  # bytes of the copy that tells the bandwidth
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None) 
         shape = CacheShape.of(model)
         progress("memory held")
         held = memory(shape, options, min(map(float, options.ratios)))
-        bandwidth, full = copying(options.repeat), random_full(shape, options.tokens, options.seed)
+        bandwidth = copying(COPIED, model.device, lambda copy: in_turn({"": copy}, options.repeat)[""])
+        full = random_full(shape, options.tokens, options.seed)
         rows = []
         for ratio in options.ratios:
             progress(f"r = {ratio:g}")
@@ -108,13 +110,6 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None) 
         "kvpress": found,
         "note": None if found or not options.asked else NO_KVPRESS,
     }
-
-
-def copying(repeat: int, count: int = 1 << 28) -> float:
-    """Bytes a second, read and written, of one large copy."""
-    source = torch.ones(count, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    return 2 * count / median(clocked(lambda: target.copy_(source)) for _ in range(repeat + 1))
 
 
 def random_full(shape: CacheShape, tokens: int, seed: int) -> DynamicCache:
@@ -163,7 +158,7 @@ def memory(shape: CacheShape, options: Options, ratio: float) -> dict | None:
     give_back()
     added = resident("VmRSS") - before
     pairs = cache.pairs * 2 * shape.head_dim * 2
-    tail = sum(x.nbytes for layer in fork.layers for x in layer.pair)
+    tail = sum(x[:, :, cache.restore :].nbytes for layer in fork.layers for x in layer.pair)
     return {"ratio": ratio, "bytes": added, "pairs": pairs, "tail": tail, "share": added / (pairs + tail)}
 
 
@@ -209,31 +204,19 @@ def attention_seconds(model: PreTrainedModel, caches: Mapping[str, Cache], repea
     return {name: took / shape.layers for name, took in in_turn(passes, repeat).items()}
 
 
-def step(model: PreTrainedModel, cache: Cache, tokens: int) -> Side:
+def step(model: PreTrainedModel, cache: Cache, tokens: int) -> Step:
     """A token's pass, after which the cache holds one more; the position stays, as only time matters."""
     ids, position = torch.tensor([[0]]), torch.tensor([[tokens]])
     return lambda: next_ids(model, ids, None, position, cache)
 
 
-def each(things: Sequence, act: Callable) -> Side:
-    """One pass over all layers."""
-    return lambda: [act(thing) for thing in things] and None
-
-
-def in_turn(sides: Mapping[str, Side], repeat: int) -> dict[str, float]:
+def in_turn(sides: Mapping[str, Step], repeat: int) -> dict[str, float]:
     """Median seconds of each side; every other round goes backwards, and the first only warms."""
     found: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(repeat + 1):
         for name in list(sides)[:: -1 if number % 2 else 1]:
             found[name].append(clocked(sides[name]))
     return {name: median(times[1:]) for name, times in found.items()}
-
-
-def clocked(side: Side) -> float:
-    """Its wall time."""
-    start = time.perf_counter()
-    side()
-    return time.perf_counter() - start
 
 
 def answering(options: Options, tokenizer: Tokenizer, folder: Path, progress: Callable[[str], None]) -> dict:

@@ -16,7 +16,6 @@ Figures are seconds per layer, medians over replays; before anything is timed, o
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -30,12 +29,12 @@ from torch import Tensor
 from restorekv import attention
 from restorekv.attention import naive, tiles
 from restorekv.bench.machine import described
+from restorekv.bench.passes import Step, clocked, copying, each
 from restorekv.budget import exact_ratio
 from restorekv.cache import RaggedLayer
 from restorekv.errors import RestoreKVError
 
 FLASH = "flash-attn"
-Step = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,9 @@ class Options:
     def __post_init__(self) -> None:
         for ratio in self.ratios:
             exact_ratio(ratio)
-        if min(self.tokens, self.questions, self.tail, self.layers, self.repeat) < 1 or not self.ratios:
-            raise RestoreKVError("Measure at least 1 token, question, row of the tail, layer, repetition and ratio.")
+        counts = {name: value for name, value in asdict(self).items() if name not in ("ratios", "seed")}
+        if not self.ratios or min(counts.values()) < 1:
+            raise RestoreKVError(f"Measure at least 1 ratio, and 1 of each: {', '.join(counts)}.")
 
 
 REHEARSAL = Options(tokens=96, ratios=(1, 0.25), tail=5, layers=2, heads=2, width=32, repeat=1, copied=1 << 16)
@@ -70,7 +70,7 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None, 
     usable(rehearse)
     device = torch.device("cpu" if rehearse else "cuda")
     progress("copy bandwidth")
-    bandwidth = copying(options, device)
+    bandwidth = copying(options.copied, device, lambda step: seconds(step, options.repeat, device))
     rows = []
     for ratio in options.ratios:
         progress(f"r = {ratio:g}")
@@ -82,13 +82,6 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None, 
         "bandwidth": bandwidth,
         "rows": rows,
     }
-
-
-def copying(options: Options, device: torch.device) -> float:
-    """Bytes a second, read and written, of one large copy."""
-    source = torch.ones(options.copied, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * options.copied / seconds(lambda: target.copy_(source), options.repeat, device)
 
 
 def usable(rehearse: bool) -> None:
@@ -123,6 +116,7 @@ def measured(options: Options, ratio: float, bandwidth: float, device: torch.dev
     rows = pairs + options.questions * options.heads * options.tail
     must = rows * 2 * options.width * query.element_size()
     least = must / bandwidth
+    found = {name: took / options.layers for name, took in found.items()}
     figures = {name: {"seconds": took, "of roofline": least / took} for name, took in found.items()}
     return {"pairs": pairs, "longest": longest, "bytes": must, "roofline": least, **figures}
 
@@ -173,31 +167,10 @@ def rivals(query: Tensor) -> dict[str, Callable[[tuple[Tensor, Tensor]], Tensor]
     return found
 
 
-def each(things: Sequence, act: Callable) -> Step:
-    """One pass over all layers; `per` tells how many there are."""
-
-    def step() -> None:
-        for thing in things:
-            act(thing)
-
-    step.per = len(things)
-    return step
-
-
 def seconds(step: Step, repeat: int, device: torch.device) -> float:
-    """Of one layer, or of a step that is no pass; the median of `repeat`."""
+    """The median of `repeat`, after one that only warms."""
     step()
-    times = replayed(step, repeat) if device.type == "cuda" else watched(step, repeat)
-    return median(times) / getattr(step, "per", 1)
-
-
-def watched(step: Step, repeat: int) -> list[float]:
-    """Wall times."""
-    marks = [time.perf_counter()]
-    for _ in range(repeat):
-        step()
-        marks.append(time.perf_counter())
-    return [late - early for early, late in pairwise(marks)]
+    return median(replayed(step, repeat) if device.type == "cuda" else [clocked(step) for _ in range(repeat)])
 
 
 def replayed(step: Step, repeat: int) -> list[float]:
