@@ -3,16 +3,17 @@
 Every row reads all held pairs and the own ones up to itself. Rows go through in blocks of one KV head, G query heads
 together, so that a block's logits stay in the processor's cache and are made once for the output and for whoever wants
 the weights. Logits are float32, in units of log 2 (2^x is three times as fast as e^x); weights meet the values in the
-values' dtype, as in flash attention. Held pairs that take no part in the wanted softmax go through in tiles,
+values' dtype, as in flash attention. Held pairs that take no part in the wanted softmax go through in tiles, whose
+averages o and log-sum-exps l are merged one after the other,
 
-    o = sum_i 2^(l_i - l) o_i,    l = log2 sum_i 2^l_i,
+    l = log(e^l1 + e^l2),    o = e^(l1 - l) o1 + e^(l2 - l) o2.
 
-with o_i the average over tile i and l_i the log2-sum-exp2 of its logits. Memory beyond the output: one head's keys and
-values of that softmax, and some copies of one block.
+Memory beyond the output: one head's keys and values of that softmax, and some copies of one block.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch import Tensor
 BLOCK = 1 << 20  # logits of a block
 TILE = 2048  # held pairs of a tile
 Pairs = tuple[Tensor, Tensor]
+Part = tuple[Tensor, Tensor]  # averages (..., R, D) and log-sum-exps (..., R, 1)
 See = Callable[[int, int, int, Tensor], None]
 
 
@@ -50,16 +52,16 @@ def attend(
         for low in range(0, rows, step):
             high = min(low + step, rows)
             part, last = scaled[:, low:high].flatten(0, 1), len(keys) - rows + high
-            weights, *near = average(part, keys[:last], values[:last], high - low)
-            far = (average(part, key.to(exact), value)[1:] for key, value in others)
-            mean = merged(*zip(near, *far, strict=True)) if others else near[0]
+            weights, near = average(part, keys[:last], values[:last], high - low)
+            far = (average(part, key.to(exact), value)[1] for key, value in others)
+            mean = reduce(merged, far, near)[0]
             output[low:high, head] = mean.unflatten(0, (groups, -1)).transpose(0, 1)
             see(head, low, high, weights.unflatten(0, (groups, -1)))
     return output.flatten(1, 2)
 
 
-def average(rows: Tensor, keys: Tensor, values: Tensor, own: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """rows (G * r, D) over K pairs, the last `own` = r causally -> weights (G * r, K), average, log2-sum-exp2."""
+def average(rows: Tensor, keys: Tensor, values: Tensor, own: int = 0) -> tuple[Tensor, Part]:
+    """rows (G * r, D) over K pairs, the last `own` = r causally -> weights (G * r, K), average and log-sum-exp."""
     weights = rows @ keys.mT
     if own:
         later = torch.ones(own, own, dtype=torch.bool, device=rows.device).triu(1)
@@ -67,15 +69,13 @@ def average(rows: Tensor, keys: Tensor, values: Tensor, own: int = 0) -> tuple[T
     top = weights.amax(-1, keepdim=True)
     total = weights.sub_(top).exp2_().sum(-1, keepdim=True)
     weights.mul_(1 / total)
-    return weights, weights.to(values.dtype) @ values, top + total.log2()
+    return weights, (weights.to(values.dtype) @ values, (top + total.log2()) * math.log(2))
 
 
-def merged(means: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
-    """Averages (n, D) over disjoint sets of pairs, and their log2-sum-exp2 (n, 1) -> the average over all."""
-    shares = torch.stack(lses)
-    shares = (shares - shares.amax(0)).exp2()
-    shares = shares / shares.sum(0)
-    return sum(share * mean for share, mean in zip(shares, means, strict=True))
+def merged(one: Part, two: Part) -> Part:
+    """The average over both of two disjoint sets of pairs, and its log-sum-exp."""
+    lse = torch.logaddexp(one[1], two[1])
+    return (one[1] - lse).exp() * one[0] + (two[1] - lse).exp() * two[0], lse
 
 
 def outside(inside: Sequence[slice], count: int) -> list[slice]:

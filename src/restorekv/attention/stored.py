@@ -1,8 +1,7 @@
 """Ragged attention over a context of 8 bits a number: its rows are widened a tile at a time, never a whole layer.
 
-Of every head, tile by tile, the softmax average o and log-sum-exp l of what came before are merged with the tile's,
-    l = log(e^l1 + e^l2),    o = e^(l1 - l) o1 + e^(l2 - l) o2,
-and with the tail's at last. On a GPU a layer that fits into a small workspace is widened whole for the kernel there.
+Of every head, the softmax average and log-sum-exp of the tail are merged with those of tile after tile, as in
+`blocked.py`. On a GPU a layer that fits into a small workspace is widened whole for the kernel there.
 """
 
 import copy
@@ -11,12 +10,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from restorekv.attention.blocked import Part, merged
 from restorekv.attention.naive import causal
 from restorekv.cache import RaggedLayer
 from restorekv.storage import Packed
 
 BLOCK = 1 << 20  # numbers of a tile's keys, or of its logits
-Part = tuple[Tensor, Tensor]  # averages (..., R, D) and log-sum-exps (..., R, 1)
 
 
 def packed(layer: RaggedLayer) -> bool:
@@ -68,9 +67,3 @@ def tail(query: Tensor, layer: RaggedLayer, mask: Tensor | None) -> Part:
     logits = (query @ keys.mT).masked_fill_(~mask[:, :, None], torch.finfo(query.dtype).min)
     lse = logits.logsumexp(-1, keepdim=True)
     return logits.sub_(lse).exp_() @ values, lse
-
-
-def merged(one: Part, two: Part) -> Part:
-    """The average over both, and its log-sum-exp."""
-    lse = torch.logaddexp(one[1], two[1])
-    return (one[1] - lse).exp() * one[0] + (two[1] - lse).exp() * two[0], lse
