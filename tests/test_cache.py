@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import build_model
+from test_attention import ON_CPU
 from transformers import DynamicCache
 
 from restorekv import attention
@@ -55,7 +56,7 @@ def masked_logits(model, full, keep, question):
         model.set_attn_implementation(attention.NAME)
 
 
-@pytest.mark.parametrize("backend", sorted(attention.BACKENDS))
+@pytest.mark.parametrize("backend", ON_CPU)
 def test_keeping_everything_is_the_plain_model(tiny_model, backend):
     context, question = ids(CONTEXT, 1), ids(QUESTION, 2)
     shape = CacheShape.of(tiny_model)
@@ -69,7 +70,7 @@ def test_keeping_everything_is_the_plain_model(tiny_model, backend):
     assert cache.get_seq_length() == CONTEXT + QUESTION
 
 
-@pytest.mark.parametrize("backend", sorted(attention.BACKENDS))
+@pytest.mark.parametrize("backend", ON_CPU)
 @pytest.mark.parametrize("restore", [0, 4])
 def test_evicted_cache_is_masked_attention(tiny_model, backend, restore):
     """With the columns beyond the context as restore cache: never evicted, positions go on behind them."""
