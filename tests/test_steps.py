@@ -76,7 +76,8 @@ def test_a_step_reads_nothing_on_the_host(monkeypatch):
     """But for attention itself, whose launches test_tiles.py looks at: the second step, which a GPU captures."""
     model = build_model("qwen3", num_hidden_layers=2).to("meta")
     monkeypatch.setattr(attention, "choose", lambda query, layer: shaped)
-    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # knows no such device; transformers 5.2
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # transformers 5.2 asks both of this device,
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # which they do not know
     steps = meta_steps(model)
     steps()
     with Told():
