@@ -11,8 +11,6 @@ OUT/efficiency/<label>.json
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -27,6 +25,7 @@ from restorekv.analysis.compress_side import REFUSED, adapter_for, context_of, s
 from restorekv.analysis.latency import latencies, random_prepared
 from restorekv.analysis.run import label_of
 from restorekv.atomic import write_json
+from restorekv.bench.apart import measured
 from restorekv.bench.machine import processor
 from restorekv.budget import exact_ratio
 from restorekv.compression import Eviction
@@ -128,16 +127,10 @@ def apart(model: PreTrainedModel, options: Options, conventions: Conventions, sc
             "model": model_name(model), "dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device),
             "threads": torch.get_num_threads(), "evictor": scorer, "restored": restored, "tokens": options.tokens,
             "ratio": options.ratio, "repeat": options.repeat, "conventions": conventions.described(),
-            "folder": name, "result": str(Path(name, "result.json")),
+            "folder": name,
         }  # fmt: skip
-        Path(name, "job.json").write_text(json.dumps(job))
-        environment = os.environ | {"OMP_NUM_THREADS": str(job["threads"]), "HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, "-m", "restorekv.analysis.compress_side", str(Path(name, "job.json"))]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        if done.returncode:
-            reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-            raise RestoreKVError(f"Measuring {scorer} at T = {options.tokens:,} failed ({reason}).")
-        found = json.loads(Path(job["result"]).read_text())
+        command = [sys.executable, "-m", "restorekv.analysis.compress_side"]
+        found = measured(command, job, Path(name), f"Measuring {scorer} at T = {options.tokens:,}")
     if REFUSED in found:
         raise RestoreKVError(found[REFUSED])
     return found

@@ -10,8 +10,6 @@ Ours also runs a restore pass with a random adapter (n = 8, rank 8), whose share
 transformers < 5.3, hence its own environment; which side goes first alternates.
 """
 
-import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -23,6 +21,7 @@ from statistics import median
 import torch
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv.bench import apart
 from restorekv.bench.machine import described
 from restorekv.bench.workload import SHAPE, save_model, save_tokenizer, text_of
 from restorekv.budget import exact_ratio
@@ -121,18 +120,12 @@ def kvpress_version(python: Path) -> str:
 
 def measured(side: str, job: dict, folder: Path, python: Path | None) -> dict:
     """One measurement in a process of its own."""
-    job = {**job, "result": str(folder / "result.json")}
-    (folder / "job.json").write_text(json.dumps(job))
-    environment = os.environ | {"OMP_NUM_THREADS": str(job["threads"]), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "restorekv.bench.ours"]
-    if side == KVPRESS:
-        command = [str(python), str(FOLDER / "kvpress_side.py")]
-        environment.pop("PYTHONPATH", None)  # packages of this environment do not fit that one
-    done = subprocess.run([*command, str(folder / "job.json")], capture_output=True, text=True, env=environment)
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        raise RestoreKVError(f"The measurement of {side} at T = {len(job['text']):,} failed ({reason}).")
-    return json.loads(Path(job["result"]).read_text())
+    what = f"The measurement of {side} at T = {len(job['text']):,}"
+    if side == OURS:
+        return apart.measured([sys.executable, "-m", "restorekv.bench.ours"], job, folder, what)
+    command = [str(python), str(FOLDER / "kvpress_side.py")]
+    # Packages of this environment do not fit that one.
+    return apart.measured(command, job, folder, what, without=["PYTHONPATH"])
 
 
 def middle_of(found: Sequence[dict]) -> dict:

@@ -16,10 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import math
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,6 +29,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from restorekv import evictors
+from restorekv.bench import apart
 from restorekv.bench.machine import described
 from restorekv.bench.memory_on_paper import PART, SCORES
 from restorekv.bench.meter import REFERENCES, resident, serve
@@ -97,7 +95,9 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None) 
                 job = {"model": name, "threads": threads, "tokens": tokens, "mode": mode, "seed": options.seed}
                 job |= {"evictor": options.evictor, "ratio": str(options.ratio), "filled": options.filled}
                 job |= {"part": options.streamed}
-                rows.append({"tokens": tokens, "mode": mode, **measured(job, Path(name))})
+                what = f"The measurement of {mode} at T = {tokens:,}"
+                found = apart.measured([sys.executable, "-m", "restorekv.bench.memory"], job, Path(name), what)
+                rows.append({"tokens": tokens, "mode": mode, **found})
     return {
         "model": {"parameters": parameters, "dtype": "bfloat16", **shape},
         "machine": described(threads),
@@ -108,19 +108,6 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None) 
         "rows": rows,
         "growth": growth(rows),
     }
-
-
-def measured(job: dict, folder: Path) -> dict:
-    """One measurement in a process of its own."""
-    job = {**job, "result": str(folder / "result.json")}
-    (folder / "job.json").write_text(json.dumps(job))
-    environment = os.environ | {"OMP_NUM_THREADS": str(job["threads"]), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "restorekv.bench.memory", str(folder / "job.json")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        raise RestoreKVError(f"The measurement of {job['mode']} at T = {job['tokens']:,} failed ({reason}).")
-    return json.loads(Path(job["result"]).read_text())
 
 
 class Phases:
