@@ -57,8 +57,7 @@ def parts(evictor: Evictor, context: Context, chunk: int) -> list[Part]:
     """Parts of up to `chunk` tokens, all alike, each but the first with the latest columns of the one before it."""
     if chunk < 1:
         raise RestoreKVError(f"Streaming reads at least 1 token at a time, not {chunk}.")
-    if not evictor.streams:
-        raise RestoreKVError(f"{evictor.name} scores a context as a whole; leave out streaming or use another evictor.")
+    check(evictor)
     tokens, first = context.tokens, context.prefix
     if tokens <= chunk:
         return [Part(first, context.positions, context.positions)]
@@ -69,6 +68,12 @@ def parts(evictor: Evictor, context: Context, chunk: int) -> list[Part]:
     edges = [first + (tokens - again) * number // count for number in range(count + 1)]
     made = [Part(start, end, end + again) for start, end in pairwise(edges)]
     return [*made[:-1], replace(made[-1], settled=context.positions)]
+
+
+def check(evictor: Evictor) -> None:
+    """Refuses one whose scores of parts cannot be compared."""
+    if not evictor.streams:
+        raise RestoreKVError(f"{evictor.name} scores a context as a whole; leave out streaming or use another evictor.")
 
 
 def portion(context: Context, part: Part) -> Context:

@@ -4,16 +4,18 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from transformers import logging
 
-from restorekv.atomic import check_target, write_json
+from restorekv.atomic import check_target
 from restorekv.bench import Options
 from restorekv.bench import run as measure
 from restorekv.bench.table import tables
-from restorekv.cli.session import measuring, output
+from restorekv.cli.session import benchmark, each
 from restorekv.errors import RestoreKVError
 
 KVPRESS = Path(".venv-kvpress/bin/python")  # made by `make bench`
+KvpressPython = Annotated[
+    Path | None, typer.Option(help=f"Python of an environment with kvpress; {KVPRESS} if there is one.")
+]
 
 
 def run(
@@ -22,26 +24,22 @@ def run(
     layers: Annotated[int, typer.Option(min=1, help="Fewer make a quick look; Qwen3-0.6B has 28.")] = 28,
     repeat: Annotated[int, typer.Option(min=1, help="Measurements per side and T; medians are shown.")] = 1,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads of both sides; 0 for PyTorch's own choice.")] = 0,
-    kvpress_python: Annotated[
-        Path | None, typer.Option(help=f"Python of an environment with kvpress; {KVPRESS} if there is one.")
-    ] = None,
+    kvpress_python: KvpressPython = None,
     json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
 ) -> None:
     if json:
         check_target(json)
-    if kvpress_python is None and KVPRESS.exists():
-        kvpress_python = KVPRESS
     options = Options(
         tokens=lengths(tokens), ratio=ratio, repeat=repeat, threads=threads,
-        kvpress_python=kvpress_python and kvpress_python.absolute(), shape={"num_hidden_layers": layers},
+        kvpress_python=kvpress(kvpress_python), shape={"num_hidden_layers": layers},
     )  # fmt: skip
-    logging.disable_progress_bar()
-    with measuring() as tell:
-        result = measure(options, tell)
-    for shown in tables(result):
-        output.print(shown)
-    if json:
-        write_json(json, result)
+    benchmark(lambda tell: measure(options, tell), lambda result: each(tables(result)), json)
+
+
+def kvpress(given: Path | None) -> Path | None:
+    """As named, or the one that `make bench` made."""
+    found = given or (KVPRESS if KVPRESS.exists() else None)
+    return found and found.absolute()
 
 
 def lengths(given: str) -> list[int]:

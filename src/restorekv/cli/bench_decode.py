@@ -4,14 +4,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from transformers import logging
 
-from restorekv.atomic import check_target, write_json
+from restorekv.atomic import check_target
 from restorekv.bench.decode import Options
 from restorekv.bench.decode import run as measure
 from restorekv.bench.decode_table import tables
-from restorekv.cli.bench import KVPRESS
-from restorekv.cli.session import measuring, output
+from restorekv.cli.bench import KvpressPython, kvpress
+from restorekv.cli.session import benchmark, each
 
 
 def run(
@@ -22,27 +21,17 @@ def run(
     document: Annotated[int, typer.Option(help="Tokens of that document.")] = 4096,
     layers: Annotated[int, typer.Option(min=1, help="Qwen3-0.6B has 28; fewer need less memory.")] = 28,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0 for PyTorch's own choice.")] = 0,
-    kvpress_python: Annotated[
-        Path | None, typer.Option(help=f"Python of an environment with kvpress; {KVPRESS} if there is one.")
-    ] = None,
+    kvpress_python: KvpressPython = None,
     quick: Annotated[bool, typer.Option("--quick", help="4 layers, 4,096 and 512 tokens, r = 1 and 0.05.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
 ) -> None:
     if json:
         check_target(json)
-    if kvpress_python is None and KVPRESS.exists():
-        kvpress_python = KVPRESS
     ratios = tuple(ratio) or Options.ratios
     if quick:
         tokens, document, layers, ratios = 4096, 512, 4, (1, 0.05)
     options = Options(
         tokens, ratios, repeat, questions, document, threads=threads,
-        kvpress_python=kvpress_python and kvpress_python.absolute(), shape={"num_hidden_layers": layers},
+        kvpress_python=kvpress(kvpress_python), shape={"num_hidden_layers": layers},
     )  # fmt: skip
-    logging.disable_progress_bar()
-    with measuring() as tell:
-        result = measure(options, tell)
-    for shown in tables(result):
-        output.print(shown)
-    if json:
-        write_json(json, result)
+    benchmark(lambda tell: measure(options, tell), lambda result: each(tables(result)), json)

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from restorekv.atomic import check_target, write_json
+from restorekv.atomic import check_target
 from restorekv.bench.kernel import REHEARSAL, Options, markdown
 from restorekv.bench.kernel import run as measure
-from restorekv.cli.session import measuring, output
+from restorekv.cli.session import benchmark, prose
 
 
 def run(
@@ -28,8 +28,5 @@ def run(
         check_target(json)
     options = Options(tokens=tokens, questions=questions, tail=tail, layers=layers, repeat=repeat)
     options = replace(options, ratios=tuple(ratio)) if ratio else options
-    with measuring() as tell:
-        result = measure(REHEARSAL if rehearse else options, tell, rehearse)
-    output.print(markdown(result), markup=False, soft_wrap=True)
-    if json:
-        write_json(json, result)
+    options = REHEARSAL if rehearse else options
+    benchmark(lambda tell: measure(options, tell, rehearse), lambda result: prose(markdown(result)), json)

@@ -4,15 +4,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from transformers import logging
 
-from restorekv.atomic import check_target, write_json
+from restorekv.atomic import check_target
 from restorekv.bench.memory import MODES, Options
 from restorekv.bench.memory import run as measure
 from restorekv.bench.memory_on_paper import table
 from restorekv.bench.memory_table import markdown
 from restorekv.cli.bench import lengths
-from restorekv.cli.session import measuring, output
+from restorekv.cli.session import benchmark, prose
 
 
 def run(
@@ -33,16 +32,11 @@ def run(
     if json:
         check_target(json)
     if on_paper:
-        output.print(table(), markup=False, soft_wrap=True)
+        prose(table())
         return
     modes = tuple(mode) or tuple(each for each in MODES if not (filled and each == "streaming"))
     options = Options(
         tokens=[512, 1024, 2048] if quick else lengths(tokens), modes=modes, evictor=evictor, ratio=ratio,
         filled=filled, part=part, threads=threads, shape={"num_hidden_layers": 1 if quick else layers},
     )  # fmt: skip
-    logging.disable_progress_bar()
-    with measuring() as tell:
-        result = measure(options, tell)
-    output.print(markdown(result), markup=False, soft_wrap=True)
-    if json:
-        write_json(json, result)
+    benchmark(lambda tell: measure(options, tell), lambda result: prose(markdown(result)), json)

@@ -4,12 +4,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from transformers import logging
 
-from restorekv.atomic import check_target, write_json
+from restorekv.atomic import check_target
 from restorekv.bench.scorers import Options, markdown
 from restorekv.bench.scorers import run as measure
-from restorekv.cli.session import measuring, output
+from restorekv.cli.session import benchmark, prose
 
 
 def run(
@@ -22,12 +21,7 @@ def run(
 ) -> None:
     if json:
         check_target(json)
-    logging.disable_progress_bar()
     options = Options(
         tokens=tokens, methods=tuple(method), ratio=ratio, threads=threads, shape={"num_hidden_layers": layers}
     )
-    with measuring() as tell:
-        result = measure(options, tell)
-    output.print(markdown(result), markup=False, soft_wrap=True)
-    if json:
-        write_json(json, result)
+    benchmark(lambda tell: measure(options, tell), lambda result: prose(markdown(result)), json)

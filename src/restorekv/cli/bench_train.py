@@ -4,12 +4,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from transformers import logging
 
-from restorekv.atomic import check_target, write_json
+from restorekv.atomic import check_target
 from restorekv.bench.training import Options, markdown
 from restorekv.bench.training import run as measure
-from restorekv.cli.session import measuring, output
+from restorekv.cli.session import benchmark, prose
 
 
 def run(
@@ -23,10 +22,5 @@ def run(
 ) -> None:
     if json:
         check_target(json)
-    logging.disable_progress_bar()
     options = Options(tokens, questions, answer, ratio, threads, shape={"num_hidden_layers": layers})
-    with measuring() as tell:
-        result = measure(options, tell)
-    output.print(markdown(result), markup=False, soft_wrap=True)
-    if json:
-        write_json(json, result)
+    benchmark(lambda tell: measure(options, tell), lambda result: prose(markdown(result)), json)

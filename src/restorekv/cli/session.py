@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from rich.table import Table
 from transformers import PreTrainedModel, logging
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv.atomic import write_json
 from restorekv.context_file import Manifest
 from restorekv.errors import RestoreKVError
 from restorekv.models import check_dtype, load_model
@@ -117,6 +118,29 @@ def measuring() -> Iterator[Callable[[str], None]]:
         return
     start = time.monotonic()
     yield lambda what: notes.print(f"{time.monotonic() - start:6.0f} s  {what}", highlight=False)
+
+
+def benchmark(
+    measure: Callable[[Callable[[str], None]], dict], show: Callable[[dict], None], json: Path | None
+) -> None:
+    """Measures, prints the result and, where `json` says, writes it."""
+    logging.disable_progress_bar()
+    with measuring() as tell:
+        result = measure(tell)
+    show(result)
+    if json:
+        write_json(json, result)
+
+
+def prose(text: str) -> None:
+    """Markdown, as it is."""
+    output.print(text, markup=False, soft_wrap=True)
+
+
+def each(items: Iterable[Table | str]) -> None:
+    """Tables and sentences, one below the other."""
+    for item in items:
+        output.print(item)
 
 
 def figures_table(title: str, rows: dict[str, str]) -> Table:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from restorekv import storage, tasks
+from restorekv import storage, streamed, tasks
 from restorekv.atomic import locked, write_json
 from restorekv.budget import exact_ratio
 from restorekv.compression import method, streamable
@@ -144,8 +144,7 @@ def check(cells: Sequence[Cell]) -> None:
             made = method(cell.evictor, cell.conventions(make(cell.protocol).prefix_policy))
             if cell.streaming:
                 streamable(made)
-                if not made.evictor.streams:
-                    raise RestoreKVError(f"{made.evictor.name} scores a context as a whole; leave out streaming.")
+                streamed.check(made.evictor)
 
 
 def lacking(results: dict[Cell, Result], names: Sequence[str]) -> Missing:
