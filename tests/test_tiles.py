@@ -3,12 +3,7 @@
 With TRITON_INTERPRET=0 on a machine with a GPU the same tests run the compiled kernels.
 """
 
-import json
-import os
-import subprocess
-import sys
 from itertools import pairwise
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -16,6 +11,7 @@ import torch
 from conftest import build_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels import compiled, without_triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -317,20 +313,15 @@ def test_what_it_cannot_do_is_refused_and_never_chosen():
 @pytest.mark.slow
 def test_without_triton_everything_else_works():
     code = (
-        "import sys; sys.modules['triton'] = None\n"
-        "from restorekv import attention\n"
-        "assert attention.triton_attend is None and 'triton' not in attention.BACKENDS"
+        "from restorekv import attention\nassert attention.triton_attend is None and 'triton' not in attention.BACKENDS"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    without_triton(code)
 
 
 @pytest.mark.slow
 def test_kernels_compile_for_gpus_without_spilling():
     """By Triton's compiler and NVIDIA's assembler, which need no GPU; running them does."""
-    script = Path(__file__).parent / "compile_kernels.py"
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=True)
-    for made in json.loads(done.stdout):
+    for made in compiled("compile_kernels.py"):
         assert made["stack"] <= 64, made
         assert made["shared"] <= (99 << 10 if made["arch"] == 80 else 227 << 10), made
         assert made["copies"] or made["kernel"] == "merge", made

@@ -1,16 +1,11 @@
 """The two kernels against the attention matrix in float64; in Triton's interpreter on a machine without a GPU."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from conftest import build_model
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from kernels import compiled, without_triton
 from test_blocked import TOLERANCE, make, written_out
 
 from restorekv.compression import Eviction
@@ -117,19 +112,15 @@ def test_evictors_use_them(tiny_tokenizer, monkeypatch, spec):
 @pytest.mark.slow
 def test_without_triton_everything_else_works():
     code = (
-        "import sys; sys.modules['triton'] = None\n"
         "import torch; from restorekv.evictors import attend\n"
         "assert attend.triton_maxima is None and not attend.on_gpu(torch.zeros(1))"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    without_triton(code)
 
 
 @pytest.mark.slow
 def test_kernels_compile_for_gpus_without_spilling():
     """By Triton's compiler and NVIDIA's assembler, which need no GPU; running them does."""
-    script = Path(__file__).parent / "compile_maxima.py"
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=True)
-    for made in json.loads(done.stdout):
+    for made in compiled("compile_maxima.py"):
         assert made["stack"] <= 64 and (made["matrix"] or made["dtype"] == "fp32"), made
         assert made["shared"] <= (99 << 10 if made["arch"] == 80 else 227 << 10), made

@@ -1,0 +1,20 @@
+"""What tests of both files of Triton kernels do in processes of their own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def without_triton(code: str) -> None:
+    """Runs code where Triton cannot be imported; fails if it does."""
+    subprocess.run([sys.executable, "-c", f"import sys; sys.modules['triton'] = None\n{code}"], check=True)
+
+
+def compiled(script: str) -> list[dict]:
+    """What tests/SCRIPT tells of every kernel that Triton's compiler and NVIDIA's assembler made; no GPU is needed."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, Path(__file__).parent / script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
