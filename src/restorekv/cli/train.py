@@ -28,6 +28,7 @@ HELP = {
     "rank": "Rank of the LoRA.",
     "alpha": "The LoRA's scale is alpha / rank.",
     "targets": "Linear layers that get a LoRA, with commas between; none for a control without LoRA.",
+    "init": "Adapter to begin with, a folder or hub id; else a fresh one.",
     "embeddings": "learned, or fixed: a control with n line breaks.",
     "lr": "Highest learning rate.",
     "weight_decay": "Weight decay of AdamW.",
@@ -54,11 +55,12 @@ HELP = {
 def run(
     out: Annotated[Path, typer.Option(help="Folder of the run: adapter, losses, checkpoint.")],
     data: Annotated[
-        str,
+        list[str],
         typer.Option(
-            help='bundled, the folder of a mixture (restorekv data), or JSON lines {"context", "questions", "answers"}.'
+            help="bundled, the folder of a mixture (restorekv data), or JSON lines "
+            '{"context", "questions", "answers"}; repeatable.'
         ),
-    ] = "bundled",
+    ] = ("bundled",),
     count: Annotated[int, typer.Option(min=1, help="How many bundled contexts.")] = 1000,
     shortest: Annotated[int, typer.Option(min=64, help="Fewest tokens of a bundled context.")] = SHORTEST,
     longest: Annotated[int, typer.Option(min=64, help="Most tokens of a bundled context.")] = LONGEST,
@@ -85,21 +87,29 @@ def run(
         raise RestoreKVError(f"{out} is a file; give the name of a folder.")
     if store_prefill and store is None:
         raise RestoreKVError("--store-prefill says what --store keeps; give the folder with --store.")
-    if data != "bundled" and not Path(data).exists():
-        raise RestoreKVError(f"There is no training file {data}; give a JSON-lines file, a mixture or 'bundled'.")
+    for name in data:
+        there(name)
     own, sharing = own_device(device), wants_shards(shard)
     with assembled(own) as team:
         notes.quiet = output.quiet = team.rank > 0
         loaded, tokenizer = open_model(model, dtype, "cpu" if sharing else str(own))
         if sharing:
             spread(loaded, own)
-        if data == "bundled":
-            examples = bundled_examples(tokenizer, count, config.seed, shortest, longest)
-        else:
-            examples = read_examples(Path(data), loaded, tokenizer)
+        examples = []
+        for name in data:
+            if name == "bundled":
+                examples += bundled_examples(tokenizer, count, config.seed, shortest, longest)
+            else:
+                examples += read_examples(Path(name), loaded, tokenizer)
         kept = {"store": store, "store_prefill": store_prefill}
         run_with_bar(loaded, tokenizer, examples, config, out, resume, team, **kept)
     output.print(f"Wrote {escape(str(out / 'adapter'))}")
+
+
+def there(data: str) -> None:
+    """Refuses what names no training data."""
+    if data != "bundled" and not Path(data).exists():
+        raise RestoreKVError(f"There is no training file {data}; give a JSON-lines file, a mixture or 'bundled'.")
 
 
 def run_with_bar(
