@@ -11,7 +11,7 @@ from conftest import build_model
 
 from restorekv.budget import Budget
 from restorekv.compressed import CompressedContext, size
-from restorekv.compression import Eviction, compress
+from restorekv.compression import PRESETS, Eviction, chosen_evictor, compress
 from restorekv.context_file import read
 from restorekv.errors import AdapterError, BudgetError, CacheFileError, RestoreKVError, RestoreKVWarning
 from restorekv.generate import ask
@@ -296,3 +296,11 @@ def test_the_first_tokens_of_a_nested_adapter_work_alone(tiny_model, tiny_tokeni
         compress(tiny_model, tiny_tokenizer, TEXT, ratio=0.5, adapter=whole, restore_tokens=2)
     with pytest.raises(AdapterError, match="from 1 to the adapter's 4, not 5"):
         compress(tiny_model, tiny_tokenizer, TEXT, ratio=0.5, adapter=whole, restore_tokens=5)
+
+
+def test_a_preset_stands_for_an_evictor():
+    assert (chosen_evictor(None, None), chosen_evictor("h2o", None)) == ("kvzip", "h2o")
+    assert {name: chosen_evictor(None, name) for name in PRESETS} == {"fast": "fastkvzip", "best": "kvzip+"}
+    for evictor, preset in (("h2o", "fast"), (None, "slow")):
+        with pytest.raises(RestoreKVError, match="preset"):
+            chosen_evictor(evictor, preset)

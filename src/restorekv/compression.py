@@ -39,6 +39,8 @@ from restorekv.streamed import Stream, parts
 Progress = Callable[[str], None]
 ABLATION = f"{BUNDLED}:"  # before the name of an adapter of the paper's ablations that ships, wherever the package lies
 METHODS: dict[str, type[AttentionMatching]] = {"am-fast": AttentionMatching}
+DEFAULT = "kvzip"
+PRESETS = {"fast": "fastkvzip", "best": "kvzip+"}  # scores come with the prefill; scores follow two more passes
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,8 @@ def compress(
     tokenizer: Tokenizer,
     context: str,
     *,
-    evictor: str = "kvzip",
+    evictor: str | None = None,
+    preset: str | None = None,
     ratio: float | str | Fraction | None = None,
     tokens_per_head: int | None = None,
     adapter: RestoreAdapter | str | Path | None = "auto",
@@ -127,21 +130,19 @@ def compress(
 ) -> CompressedContext:
     """Compress `context` to `ratio` (0.1 unless given) of its KV pairs, or to `tokens_per_head` of them per head.
 
-    `adapter` is a RestoreAdapter made for `model`, a folder or hub id of one, "auto" for the one that ships with the
-    bundled model, "published" for the one that the paper's authors publish for `model`, or None. `restore_tokens` uses
-    the first so many of its n. `storage` "int8" or "fp8" holds what is kept in 8 bits a number; it does not change how
-    many pairs are kept. `streaming` compresses as the prefill goes, so many tokens at a time, and never holds the full
-    cache: an approximation, see streamed.py. `offload` keeps all but one layer of the full cache in a temporary file,
-    on a GPU in the host's memory, and changes nothing else. `between` parts the text from every
-    question; None means what the tokenizer's config names, or a blank line. Further arguments are those of
-    `Conventions.make`: prefix_policy, on_tight, allocation, restore_from, offset.
+    The evictor is kvzip unless named, by itself or by `preset`: "fast" (fastkvzip) or "best" (kvzip+). `adapter` is a
+    RestoreAdapter made for `model`, a folder or hub id of one, "auto" for the one that ships for the model and evictor,
+    "published" for the one that the paper's authors publish, or None. `restore_tokens` uses the first so many of its n.
+    `storage` "int8" or "fp8" holds what is kept in 8 bits a number; it does not change how many pairs are kept.
+    `streaming` compresses as the prefill goes, so many tokens at a time, and never holds the full cache: an
+    approximation, see streamed.py. `offload` keeps all but one layer of the full cache in a temporary file, on a GPU in
+    the host's memory, and changes nothing else. `between` parts the text from every question (None: what the
+    tokenizer's config names, or a blank line). Further arguments are those of `Conventions.make`.
     """
-    if ratio is not None and tokens_per_head is not None:
-        raise BudgetError("Give either a ratio or tokens_per_head, not both.")
     check(storage)
-    eviction = method(evictor, Conventions.make(**conventions))
+    eviction = method(chosen_evictor(evictor, preset), Conventions.make(**conventions))
     parsed = make_context(tokenizer, context, default_between(tokenizer) if between is None else between)
-    budget = plan(model, parsed, 0.1 if ratio is None else ratio, tokens_per_head, eviction.conventions)
+    budget = plan(model, parsed, ratio, tokens_per_head, eviction.conventions)
     budget(0)  # refuses a bad ratio before any work is done
     restorer = load_adapter(model, adapter, eviction, restore_tokens)
     wanted = budget(restorer.restore_tokens if restorer else 0)
@@ -158,6 +159,17 @@ def compress(
     del source  # and what is left of the full cache
     give_back()
     return CompressedContext(model, tokenizer, parsed, cache, made)
+
+
+def chosen_evictor(evictor: str | None, preset: str | None) -> str:
+    """The evictor's spec, of itself or by the preset that stands for it."""
+    if preset is None:
+        return evictor or DEFAULT
+    if evictor is not None:
+        raise RestoreKVError("A preset names the evictor; give either a preset or an evictor, not both.")
+    if preset not in PRESETS:
+        raise RestoreKVError(f"There is no preset {preset!r}; use {' or '.join(PRESETS)}.")
+    return PRESETS[preset]
 
 
 def squeezed(
@@ -193,14 +205,17 @@ def streamable(chosen: Eviction | AttentionMatching) -> None:
 def plan(
     model: PreTrainedModel,
     context: Context,
-    ratio: float | str | Fraction,
+    ratio: float | str | Fraction | None,
     tokens_per_head: int | None,
     conventions: Conventions,
 ) -> Callable[[int], Budget]:
-    """The budget as a function of n."""
+    """The budget as a function of n; a tenth of the pairs unless a ratio or `tokens_per_head` is given."""
+    if ratio is not None and tokens_per_head is not None:
+        raise BudgetError("Give either a ratio or tokens_per_head, not both.")
     shape = CacheShape.of(model)
     if tokens_per_head is None:
-        return lambda n: conventions.budget(ratio, context, shape.layers, shape.heads, n)
+        share = 0.1 if ratio is None else ratio
+        return lambda n: conventions.budget(share, context, shape.layers, shape.heads, n)
     columns, on_tight = conventions.columns(context), conventions.on_tight
     return lambda n: Budget.of_tokens_per_head(tokens_per_head, columns, shape.layers, shape.heads, n, on_tight)
 

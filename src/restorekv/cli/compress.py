@@ -14,7 +14,7 @@ from restorekv.budget import exact_ratio
 from restorekv.cli import options
 from restorekv.cli.session import figures_table, method_of, notes, open_model, output, read_text
 from restorekv.compressed import CompressedContext, size
-from restorekv.compression import compress, method
+from restorekv.compression import chosen_evictor, compress, method
 from restorekv.errors import BudgetError
 from restorekv.prepared import Conventions
 from restorekv.storage import check as check_storage
@@ -27,7 +27,8 @@ def run(
         str | None, typer.Option(help="Share of the KV pairs to hold, in (0, 1]; 0.1 unless given.")
     ] = None,
     tokens_per_head: Annotated[int | None, typer.Option(help="Instead of a ratio: pairs per head, on average.")] = None,
-    evictor: Annotated[str, typer.Option(help=options.EVICTOR_HELP)] = "kvzip",
+    preset: options.Preset = None,
+    evictor: options.Evictor = None,
     adapter: options.Adapter = "auto",
     restore_tokens: options.RestoreTokens = None,
     model: options.Model = "bundled",
@@ -43,15 +44,12 @@ def run(
     dtype: options.Dtype = "auto",
     json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
 ) -> None:
-    if ratio is not None and tokens_per_head is not None:
-        raise BudgetError("Give either --ratio or --tokens-per-head, not both.")
     conventions = {
         "prefix_policy": prefix_policy, "on_tight": on_tight, "allocation": allocation,
         "restore_from": restore_from, "offset": offset,
     }  # fmt: skip
-    check_storage(storage)
+    evictor = checked(ratio, tokens_per_head, evictor, preset, storage)
     method(evictor, Conventions.make(**conventions))
-    ratio = None if ratio is None else exact_ratio(ratio)
     for target in filter(None, (out, json)):
         check_target(target)
     text = read_text(file)
@@ -70,6 +68,18 @@ def run(
     output.print(figures_table(f"Wrote {escape(str(out))}", summary(compressed, out, seconds)))
     if json:
         write_json(json, {"file": str(out), "file_bytes": out.stat().st_size, **asdict(compressed.manifest)})
+
+
+def checked(
+    ratio: str | None, tokens_per_head: int | None, evictor: str | None, preset: str | None, storage: str
+) -> str:
+    """The evictor's spec; refuses what could not be done before a model is loaded."""
+    if ratio is not None and tokens_per_head is not None:
+        raise BudgetError("Give either --ratio or --tokens-per-head, not both.")
+    if ratio is not None:
+        exact_ratio(ratio)
+    check_storage(storage)
+    return chosen_evictor(evictor, preset)
 
 
 def summary(compressed: CompressedContext, out: Path, seconds: float) -> dict[str, str]:

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from restorekv.allocate import ALLOCATIONS
-from restorekv.compression import METHODS
+from restorekv.compression import DEFAULT, METHODS
 from restorekv.evictors import EVICTORS
 from restorekv.storage import STORAGES
 
@@ -13,6 +13,10 @@ EVICTOR_HELP = f"{', '.join((*EVICTORS, *METHODS))}; with settings as in snapkv:
 
 ADAPTER_HELP = "auto (the bundled model's own), none, published (the paper's authors'), a folder or a hub id."
 
+Evictor = Annotated[str | None, typer.Option(help=f"{DEFAULT} unless a preset or an evictor is named. {EVICTOR_HELP}")]
+Preset = Annotated[
+    str | None, typer.Option(help="fast (fastkvzip: costs little more than reading) or best (kvzip+), for --evictor.")
+]
 Adapter = Annotated[str, typer.Option(help=ADAPTER_HELP)]
 Model = Annotated[str, typer.Option(help="bundled, a model folder or a hub id.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")]
