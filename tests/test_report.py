@@ -93,8 +93,8 @@ def answers(cell: Cell, folder: Path) -> list[Answer]:
 
 def test_every_section_is_there(page):
     assert page.headings == [
-        "Accuracy against ratio", "Restored beside its base", "Both protocols", "Needle in a haystack",
-        "Attention on the context", "Distance from the full cache", "What survives", "Where restore tokens look",
+        "Accuracy against ratio", "Restored beside its base", "Fidelity to the full cache", "Both protocols",
+        "Needle in a haystack", "Attention on the context", "Distance from the full cache", "What survives", "Where restore tokens look",
         "Efficiency", "Tasks and what was kept", "Conventions and versions",
     ]  # fmt: skip
 
@@ -202,6 +202,17 @@ def test_what_was_kept_stands_beside_the_ratio(folder):
         assert float(told[key]) == pytest.approx(result.summary[key])
 
 
+def test_fidelity_is_that_of_the_summaries(folder, page):
+    found = {(row["method"], row["ratio"]): row for row in rows(folder, "fidelity-bundled-qasper-kvzip")}
+    assert len(found) == 8, "the full cache is what the others are compared with"
+    for result in load(folder):
+        if result.cell.benchmark == "qasper" and result.cell.protocol == "kvzip" and result.cell.evictor == "kvzip":
+            row = found["KVzip + RestoreKV" if result.cell.restored else "KVzip", str(result.cell.value)]
+            for key in ("kl", "kl_low", "kl_high", "same"):
+                assert float(row[key]) == pytest.approx(result.summary[key])
+            assert f"{result.summary['kl']:.3f}" in page.text
+
+
 def test_text_is_escaped(folder, page):
     text = (folder / "report" / "index.html").read_text()
     assert "&lt;system&gt; &amp; &lt;user&gt;" in text and "<system>" not in text
@@ -234,7 +245,8 @@ def test_sections_need_data(tmp_path):
     build.report(tmp_path)
     page = Page((tmp_path / "report" / "index.html").read_text())
     assert page.headings == [
-        "Accuracy against ratio", "Restored beside its base", "Tasks and what was kept", "Conventions and versions",
+        "Accuracy against ratio", "Restored beside its base", "Fidelity to the full cache", "Tasks and what was kept",
+        "Conventions and versions",
     ]  # fmt: skip
     report_world.write_analyses(tmp_path / "other")
     build.report(tmp_path / "other")

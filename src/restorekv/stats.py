@@ -80,6 +80,15 @@ def resampled(sums: np.ndarray, counts: np.ndarray, seed: int = 0) -> np.ndarray
     return np.concatenate(parts)
 
 
+def weighted_interval(sums: np.ndarray, weights: np.ndarray, seed: int = 0) -> tuple[float, float, float]:
+    """Returns total of `sums` over total of `weights`, both (documents,), with its 95 % interval."""
+    drawn = resamples(len(sums), seed)
+    totals = drawn @ weights
+    means = (drawn @ sums)[totals > 0] / totals[totals > 0]
+    low, high = np.percentile(means, (2.5, 97.5))
+    return float(sums.sum() / weights.sum()), float(low), float(high)
+
+
 @lru_cache(maxsize=8)
 def resamples(documents: int, seed: int) -> np.ndarray:
     """How often each document is drawn: (RESAMPLES, documents), the same for every cell of a run."""

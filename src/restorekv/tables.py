@@ -44,6 +44,38 @@ def scores(rows: Rows) -> list[Table]:
     return [scores_of([row for row in rows if place(row) == each]) for each in places]
 
 
+def fidelity(rows: Rows) -> list[Table]:
+    """Returns a table for every model, benchmark and protocol whose answers were compared with the full cache's."""
+    measured = [row for row in rows if row.get("kl") is not None and row["evictor"] != FULL]
+    places = dict.fromkeys(map(place, measured))
+    return [fidelity_of([row for row in measured if place(row) == each]) for each in places]
+
+
+def fidelity_of(rows: Rows) -> Table:
+    """Of one model, benchmark and protocol: KL with its interval, and the share of answers that stay the same."""
+    cells = {(method(row), row["ratio"]): row for row in rows}
+    first, ratios = rows[0], sorted({row["ratio"] for row in rows}, reverse=True)
+    table = Table(
+        title=f"{first['benchmark']}, {first['model']}, protocol {first['protocol']}: fidelity to the full cache",
+        min_width=72,
+        caption="mean KL(full || cache) in nats over the tokens of the full cache's answers (95 % interval); "
+        "share of answers with the full cache's text",
+    )
+    table.add_column("method", no_wrap=True)
+    for ratio in ratios:
+        table.add_column(f"r = {ratio:g}", justify="right")
+    for key in dict.fromkeys(map(method, rows)):
+        found = [cells.get((key, ratio)) for ratio in ratios]
+        table.add_row(titled(*key), *map(_fidelity, found), style="bold" if key[1] else None, end_section=key[1])
+    return table
+
+
+def _fidelity(row: Mapping | None) -> str:
+    if row is None:
+        return "not measured"
+    return f"{row['kl']:.3f} ({row['kl_low']:.2f}-{row['kl_high']:.2f})\n{row['same']:.0f}% the same"
+
+
 def place(row: Mapping) -> tuple[str, str, str]:
     return row["model"], row["benchmark"], row["protocol"]
 

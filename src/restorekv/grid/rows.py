@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from restorekv import tasks
 from restorekv.grid.cell import FULL, Cell
+from restorekv.grid.fidelity import FIGURES
 from restorekv.grid.results import Result
 from restorekv.stats import compared
 
@@ -21,7 +22,10 @@ def rows(results: Sequence[Result]) -> list[dict]:
 
 
 def row(result: Result, base: Result | None, full: Result | None) -> dict:
-    """`gain` is over the base without restoring, `recovered` its share of the base's loss against the full cache."""
+    """`gain` is over the base without restoring, `recovered` its share of the base's loss against the full cache.
+
+    The figures of fidelity are None for a cell that was answered before they were recorded.
+    """
     cell, facts, found = result.cell, result.facts, result.summary
     told = {
         "model": cell.model, "benchmark": cell.benchmark, "protocol": cell.protocol, "evictor": cell.evictor,
@@ -29,6 +33,7 @@ def row(result: Result, base: Result | None, full: Result | None) -> dict:
         "label": label(cell), "ratio": cell.value, "storage": cell.storage, "streaming": cell.streaming,
         **{key: facts[key] for key in CONVENTIONS},
         **{key: found[key] for key in (*HELD, "score", "low", "high", "questions")},
+        **{key: found.get(key) for key in FIGURES}, "metrics": found.get("metrics", {}),
         "tasks": {task: each["score"] for task, each in found["tasks"].items()}, "groups": dict(found["groups"]),
     }  # fmt: skip
     if not cell.restored or base is None:
