@@ -94,8 +94,8 @@ def answers(cell: Cell, folder: Path) -> list[Answer]:
 def test_every_section_is_there(page):
     assert page.headings == [
         "Accuracy against ratio", "Restored beside its base", "Fidelity to the full cache", "Both protocols",
-        "Needle in a haystack", "Attention on the context", "Distance from the full cache", "What survives", "Where restore tokens look",
-        "Efficiency", "Tasks and what was kept", "Conventions and versions",
+        "Needle in a haystack", "Attention on the context", "Distance from the full cache", "What survives",
+        "Where restore tokens look", "Efficiency", "Tasks and what was kept", "Conventions and versions",
     ]  # fmt: skip
 
 
