@@ -3,7 +3,8 @@
     python recipes/smollm2/wording.py --model MODEL --data ../shared/data
 
 The passages are training documents only (tasks/splits.py): the first sections of FairytaleQA stories whose sections
-can be told apart, and the first lines of Factbook documents, up to LENGTH tokens each, with five questions.
+can be told apart, and the first lines of Factbook documents, up to LENGTH tokens each, with five questions. The wording
+with the highest mean of the two columns is the benchmarks' (tasks/wording.py).
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ WORDINGS = [  # what follows the text, and what opens the answer
     (f"\n\n{WORDS}\n\n{{q}}", ""),
     (f"\n\n{WORDS}\n\nQuestion: {{q}}", ""),
     (f"\n\n{WORDS}\n\nQuestion: {{q}}", "Answer:"),
+    (f"\n\n{WORDS}\n\nQuestion: {{q}}\nAnswer:", ""),
+    (f"\n\n{SENTENCE}\n\nQuestion: {{q}}\nAnswer:", ""),
+    ("\n\nQuestion: {q}\nAnswer in a few words:", ""),
 ]
 Passage = tuple[str, list[dict]]
 
