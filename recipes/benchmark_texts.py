@@ -12,6 +12,7 @@ import argparse
 import gzip
 import io
 import json
+from itertools import pairwise
 from pathlib import Path
 
 from restorekv.atomic import replacing
@@ -36,7 +37,7 @@ def factbook(path: Path) -> bytes:
     splits = factbook_splits(row["id"] for row in rows)
     held_out = [row for row in rows if splits[row["id"]] == EVALUATION]
     share, chosen = DOCUMENTS // (len(BANDS) - 1), set()
-    for low, high in zip(BANDS, BANDS[1:], strict=False):
+    for low, high in pairwise(BANDS):
         band = [row["id"] for row in held_out if low <= row["tokens_smollm2"] < high]
         chosen |= {band[index * len(band) // share] for index in range(share)}
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in held_out if row["id"] in chosen]
