@@ -15,7 +15,7 @@ from matplotlib.image import imread
 from restorekv.cli import execute
 from restorekv.errors import RestoreKVError
 from restorekv.grid.cell import Cell
-from restorekv.grid.results import load
+from restorekv.grid.results import ANSWERS, load
 from restorekv.report import build, draw
 from restorekv.report.names import Names, ending
 from restorekv.report.paired import pairs
@@ -376,3 +376,24 @@ def test_storage_and_streaming_stand_behind_the_plain_method(tmp_path):
         assert method.base in names.methods[:4]
         assert (method.base.storage, method.base.streaming) == (method.storage, method.streaming)
     assert len(grid.cells) == 8
+
+
+def test_a_task_below_ten_on_the_full_cache_is_left_out_of_means_and_shown(tmp_path, monkeypatch):
+    monkeypatch.setitem(report_world.SKILL, "full", 0.0)
+    cells = report_world.cells_of("bundled:count=6", ("kvzip",), ("0.2",))
+    for cell in cells:
+        result = report_world.write_cell(tmp_path, cell)
+        lines = [json.loads(json.dumps(line)) for line in result.lines]
+        for line in lines:
+            for told in line["answers"]:
+                told["score"] = float(told["task"] != "qa") if cell.evictor == "full" else told["score"]
+        (result.folder / ANSWERS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    build.report(tmp_path)
+    page = Page((tmp_path / "report" / "index.html").read_text())
+    assert "the full cache is below 10 on qa, left out of means." in page.text
+    run = read(tmp_path)
+    (grid,) = run.places.values()
+    (base,) = (pool for method, by in grid.cells.items() if not method.restored for pool in by.values())
+    kept = [answer for answer in base.answers if answer.family != "qa"]
+    assert base.score() == compared(kept) and grid.full.score()["score"] == 100
+    assert base.score(["qa"])["questions"] == 6, "shown by itself"
