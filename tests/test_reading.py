@@ -9,10 +9,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from conftest import build_model
 
 from restorekv import tasks
 from restorekv.data.overlap import Evaluations, evaluation_texts
 from restorekv.errors import RestoreKVError
+from restorekv.grid.cell import Cell
+from restorekv.grid.run import run
 from restorekv.protocols import PROTOCOLS
 from restorekv.tasks import splits
 from restorekv.tasks.base import digest
@@ -24,6 +27,7 @@ from restorekv.tasks.wording import WORDING
 
 NAMES = ("fairytaleqa", "xquad", "hotpotqa", "factbook")
 RECIPE = Path(__file__).parent.parent / "recipes" / "benchmark_texts.py"
+TRAINING = RECIPE.parent / "smollm2" / "texts"
 PUBLIC = next((path / "shared/data" for path in RECIPE.parents if (path / "shared/data").is_dir()), None)
 
 
@@ -205,6 +209,30 @@ def test_training_documents_are_asked_only_by_name(tmp_path):
         tasks.make("factbook:split=test")
     with pytest.raises(RestoreKVError, match="at least 64"):
         tasks.make("xquad:length=10")
+
+
+def test_a_cell_records_both_metrics(tmp_path, tiny_tokenizer):
+    build_model("qwen3").save_pretrained(tmp_path / "model")
+    tiny_tokenizer.save_pretrained(tmp_path / "model")
+    cells = [Cell.full(model=str(tmp_path / "model"), benchmark=f"{name}:count=1,questions=2") for name in NAMES[:2]]
+    for result, metric in zip(run(cells, tmp_path / "run"), ("rouge_l", "exact_match"), strict=True):
+        benchmark, (line,) = tasks.make(result.cell.benchmark), result.lines
+        (sample,) = benchmark.chosen(tiny_tokenizer, "kvpress")
+        for asked, told in zip(sample.questions, line["answers"], strict=True):
+            assert told["metrics"] == benchmark.metrics(asked, told["prediction"]) and {*told["metrics"]} == {metric}
+        by_task = Counter(told["task"] for told in line["answers"])
+        means = [
+            sum(told["metrics"][metric] / by_task[task] for told in line["answers"] if told["task"] == task)
+            for task in by_task
+        ]
+        assert result.summary["metrics"] == {metric: pytest.approx(100 * sum(means) / len(means))}
+
+
+@pytest.mark.skipif(not TRAINING.is_dir(), reason="no training texts ship")
+def test_training_texts_that_ship_share_no_text_with_what_is_evaluated():
+    index = Evaluations(evaluation_texts([str(TEXTS)]), 0.25)
+    found = [text for text in evaluation_texts([str(TRAINING)]) if index.match(text[1])]
+    assert not found
 
 
 @pytest.mark.skipif(PUBLIC is None, reason="the public data are not beside this checkout")
