@@ -16,7 +16,7 @@ from restorekv.context_file import read
 from restorekv.errors import AdapterError, BudgetError, CacheFileError, RestoreKVError, RestoreKVWarning
 from restorekv.generate import ask
 from restorekv.models import CacheShape
-from restorekv.prompt import make_context
+from restorekv.prompt import BETWEEN, make_context
 from restorekv.restore import RestoreAdapter
 
 TEXT = "The code of the red house is seven. The blue house has a green door, and nobody lives there. " * 2
@@ -272,7 +272,7 @@ def test_budgets_of_another_context_are_refused(case):
 
 def test_contexts_may_come_ready_made(case):
     model, tokenizer, text = case
-    context = make_context(tokenizer, text)
+    context = make_context(tokenizer, text, BETWEEN)
     prepared = Eviction.make("kvzip").prepare(model, tokenizer, context)
     answers = ask(model, tokenizer, context, prepared.at(0.2), QUESTIONS, 8)
     assert answers == compress(*case, ratio=0.2).ask(QUESTIONS, 8)

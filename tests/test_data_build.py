@@ -20,12 +20,13 @@ from restorekv.atomic import HOST
 from restorekv.bundled.suite import documents as suite
 from restorekv.data.build import build
 from restorekv.data.config import BuildConfig
+from restorekv.data.document import Document
 from restorekv.data.mixture import read_mixture
-from restorekv.data.selfstudy import GLUE, KINDS, study
+from restorekv.data.selfstudy import KINDS, study
 from restorekv.data.sources import MIXTURES
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.models import model_fingerprint
-from restorekv.prompt import encode, make_context, question_ids
+from restorekv.prompt import BETWEEN, encode, make_context, question_ids
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +91,7 @@ def test_answers_are_the_teachers_greedy_words(whole, model, tiny_tokenizer):
         framed = make_context(tiny_tokenizer, context.context)
         assert framed.tokens == context.tokens
         for question, answer, ids in zip(context.questions, context.answers, context.answer_ids, strict=True):
-            assert question == "" if context.source == "flan" else question.startswith(GLUE)
+            assert question == "" if context.source == "flan" else question.startswith(BETWEEN)
             asked = question_ids(tiny_tokenizer, framed, question, empty=True)
             limit = manifest["settings"]["flan_answer_tokens" if context.source == "flan" else "answer_tokens"]
             assert list(ids) == greedy(model, torch.cat([framed.ids, asked], -1), limit)
@@ -102,17 +103,18 @@ def test_answers_are_the_teachers_greedy_words(whole, model, tiny_tokenizer):
 def test_questions_are_the_teachers_too(model, tiny_tokenizer):
     context = make_context(tiny_tokenizer, text("study", 20))
     config = settings({}, question_tokens=12)
-    attempts = study(model, tiny_tokenizer, context, config)
+    document = Document("study", text("study", 20), "cc0-1.0")
+    attempts = study(model, tiny_tokenizer, context, config, document)
     assert [attempt["kind"] for attempt in attempts] == list(KINDS)
     for attempt, prompt in zip(attempts, KINDS.values(), strict=True):
-        asked = question_ids(tiny_tokenizer, context, GLUE + prompt)
+        asked = question_ids(tiny_tokenizer, context, BETWEEN + prompt)
         ids = greedy(model, torch.cat([context.ids, asked], -1), 12)
         raw = tiny_tokenizer.decode(ids, skip_special_tokens=True)
         line = next((line.strip() for line in raw.splitlines() if line.strip()), "")
-        assert attempt.get("question", GLUE) == GLUE + (line if "fault" not in attempt else "")
-    strict = study(model, tiny_tokenizer, context, settings({}, question_characters=10_000))
+        assert attempt.get("question", BETWEEN) == BETWEEN + (line if "fault" not in attempt else "")
+    strict = study(model, tiny_tokenizer, context, settings({}, question_characters=10_000), document)
     assert strict == [{"kind": kind, "fault": "short question"} for kind in KINDS]
-    silent = study(model, tiny_tokenizer, context, settings({}, least_answer=100))
+    silent = study(model, tiny_tokenizer, context, settings({}, least_answer=100), document)
     assert all(attempt["fault"] in ("short answer", "short question") for attempt in silent)
 
 

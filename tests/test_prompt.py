@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from restorekv.errors import RestoreKVError
-from restorekv.prompt import make_context, question_ids, template_hash
+from restorekv.models import load_tokenizer
+from restorekv.prompt import BETWEEN, default_between, make_context, question_ids, template_hash
 
 TEXT = "The code of the red house is seven.\n"
 
@@ -56,3 +57,14 @@ def test_a_template_that_drops_the_user(tiny_tokenizer):
     tokenizer = type(tiny_tokenizer)(tokenizer_object=tiny_tokenizer.backend_tokenizer, chat_template="hello")
     with pytest.raises(RestoreKVError, match="drops the user's words"):
         make_context(tokenizer, TEXT)
+
+
+def test_what_parts_text_and_question_is_part_of_the_prompt(tiny_tokenizer):
+    """The bundled model was trained without anything between; others get a blank line unless their files name it."""
+    apart = make_context(tiny_tokenizer, TEXT, default_between(tiny_tokenizer))
+    plain = make_context(tiny_tokenizer, TEXT)
+    assert (apart.between, plain.between) == (BETWEEN, "")
+    assert torch.equal(
+        question_ids(tiny_tokenizer, apart, "Who?"), question_ids(tiny_tokenizer, plain, f"{BETWEEN}Who?")
+    )
+    assert default_between(load_tokenizer("bundled")) == ""

@@ -11,7 +11,7 @@ from transformers import CohereForCausalLM, GraniteForCausalLM
 
 from restorekv import attention
 from restorekv.attention import cascade
-from restorekv.errors import RestoreKVError, RestoreKVWarning
+from restorekv.errors import AdapterError, RestoreKVError, RestoreKVWarning
 from restorekv.models import logits, longest
 from restorekv.prepared import Prepared
 from restorekv.prompt import make_context
@@ -53,6 +53,19 @@ def test_loss_falls_and_the_backbone_is_untouched(tiny_model, tiny_tokenizer, tm
     after = tiny_model.state_dict()
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
+
+
+def test_a_run_goes_on_from_an_adapter(tiny_model, tiny_tokenizer, tmp_path):
+    first = train(tiny_model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "first")
+    place = str(tmp_path / "first" / "adapter")
+    still = replace(CONFIG, init=place, steps=1, lr=0.0)
+    again = train(tiny_model, tiny_tokenizer, EXAMPLES, still, tmp_path / "again")
+    before, after = first.trainable_state(), again.trainable_state()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert again.card.data[-1]["source"].endswith("through the adapter it began with")
+    for wrong in ({"restore_tokens": 3}, {"rank": 4}, {"alpha": 8}, {"targets": ("q_proj",)}):
+        with pytest.raises(AdapterError, match=place):
+            fresh_adapter(tiny_model, tiny_tokenizer, replace(still, **wrong))
 
 
 def test_every_adapter_weight_that_can_learn_does(tiny_tokenizer, tmp_path):

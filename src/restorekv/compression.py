@@ -31,7 +31,7 @@ from restorekv.offload import offloaded
 from restorekv.prefill import prefill
 from restorekv.prepared import PLAIN, Conventions, Prepared, timed
 from restorekv.probe import probing
-from restorekv.prompt import Context, make_context
+from restorekv.prompt import Context, default_between, make_context
 from restorekv.restore import RestoreAdapter
 from restorekv.storage import check
 from restorekv.streamed import Stream, parts
@@ -122,6 +122,7 @@ def compress(
     streaming: int | None = None,
     offload: bool = False,
     progress: Progress | None = None,
+    between: str | None = None,
     **conventions: Any,
 ) -> CompressedContext:
     """Compress `context` to `ratio` (0.1 unless given) of its KV pairs, or to `tokens_per_head` of them per head.
@@ -131,14 +132,15 @@ def compress(
     the first so many of its n. `storage` "int8" or "fp8" holds what is kept in 8 bits a number; it does not change how
     many pairs are kept. `streaming` compresses as the prefill goes, so many tokens at a time, and never holds the full
     cache: an approximation, see streamed.py. `offload` keeps all but one layer of the full cache in a temporary file,
-    on a GPU in the host's memory, and changes nothing else. Further arguments are those of `Conventions.make`:
-    prefix_policy, on_tight, allocation, restore_from, offset.
+    on a GPU in the host's memory, and changes nothing else. `between` parts the text from every
+    question; None means what the tokenizer's config names, or a blank line. Further arguments are those of
+    `Conventions.make`: prefix_policy, on_tight, allocation, restore_from, offset.
     """
     if ratio is not None and tokens_per_head is not None:
         raise BudgetError("Give either a ratio or tokens_per_head, not both.")
     check(storage)
     eviction = method(evictor, Conventions.make(**conventions))
-    parsed = make_context(tokenizer, context)
+    parsed = make_context(tokenizer, context, default_between(tokenizer) if between is None else between)
     budget = plan(model, parsed, 0.1 if ratio is None else ratio, tokens_per_head, eviction.conventions)
     budget(0)  # refuses a bad ratio before any work is done
     restorer = load_adapter(model, adapter, eviction, restore_tokens)

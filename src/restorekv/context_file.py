@@ -58,6 +58,7 @@ class Manifest:
     versions: dict  # of the libraries
     storage: str = "model"  # of the retained pairs: the model's dtype, or "int8", "fp8"; new in version 3
     streaming: int | None = None  # tokens of a part when it was compressed as the prefill went; new in version 3
+    between: str = ""  # what stands before every question; files that do not say it were asked without
 
 
 def write(path: str | Path, cache: RaggedCache, context: Context, manifest: Manifest) -> None:
@@ -103,7 +104,11 @@ def read(path: str | Path, device: str | torch.device = "cpu") -> tuple[RaggedCa
         raise CacheFileError(f"{path} cannot be read: {error}.") from error
     known = Manifest(**manifest)
     context = Context(
-        tensors["context_ids"].cpu().long(), known.prefix, tensors["suffix_ids"].cpu().long(), suffix_text
+        tensors["context_ids"].cpu().long(),
+        known.prefix,
+        tensors["suffix_ids"].cpu().long(),
+        suffix_text,
+        known.between,
     )
     return unpack(tensors, context.positions + known.offset, known), context, known
 

@@ -65,4 +65,5 @@ def describe(
         },
         storage=storage,
         streaming=streaming,
+        between=context.between,
     )

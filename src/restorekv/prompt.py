@@ -14,16 +14,21 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.errors import RestoreKVError
 
 SEPARATOR = "<restorekv-separator>"
+BETWEEN = "\n\n"  # what parts a question from the document, unless the tokenizer's config names something else
 
 
 @dataclass(frozen=True)
 class Context:
-    """ids (1, S + T): template prefix, then the text; prefix S; suffix (1, P) and its text."""
+    """ids (1, S + T): template prefix, then the text; prefix S; suffix (1, P) and its text.
+
+    `between` stands before every question.
+    """
 
     ids: Tensor
     prefix: int
     suffix: Tensor
     suffix_text: str = field(default="", compare=False)
+    between: str = field(default="", compare=False)
 
     @property
     def tokens(self) -> int:
@@ -36,8 +41,16 @@ class Context:
         return self.ids.shape[-1]
 
 
-def make_context(tokenizer: Tokenizer, text: str) -> Context:
-    """Prefix and text are tokenised together, so that a boundary at the template merges as in training."""
+def default_between(tokenizer: Tokenizer) -> str:
+    """What parts document and question: the entry `between` of the tokenizer's config, or else a blank line."""
+    return str(tokenizer.init_kwargs.get("between", BETWEEN))
+
+
+def make_context(tokenizer: Tokenizer, text: str, between: str = "") -> Context:
+    """Prefix and text are tokenised together, so that a boundary at the template merges as in training.
+
+    Nothing stands before a question unless `between` says what; benchmarks and training data word theirs whole.
+    """
     if not isinstance(text, str):
         raise RestoreKVError(f"The context is text, not {type(text).__name__}.")
     if not text.strip():
@@ -47,13 +60,13 @@ def make_context(tokenizer: Tokenizer, text: str) -> Context:
     ids = encode(tokenizer, before + text)
     if ids.shape[-1] <= prefix:
         raise RestoreKVError("The context has no tokens beside the chat template; give a longer text.")
-    return Context(ids, prefix, encode(tokenizer, after), after)
+    return Context(ids, prefix, encode(tokenizer, after), after, between)
 
 
 def question_ids(
     tokenizer: Tokenizer, context: Context, question: str, answer_prefix: str = "", empty: bool = False
 ) -> Tensor:
-    """Question, template suffix and the answer's first words, tokenised together: (1, q).
+    """What parts it from the context, question, template suffix and the answer's first words, as one text: (1, q).
 
     `empty` allows a question of no words, for a context that ends with what is asked.
     """
@@ -61,7 +74,7 @@ def question_ids(
         raise RestoreKVError(f"A question is text, not {type(question).__name__}; give several to ask, as a list.")
     if not question.strip() and not empty:
         raise RestoreKVError("The question is empty; ask something.")
-    return encode(tokenizer, question + context.suffix_text + answer_prefix)
+    return encode(tokenizer, context.between + question + context.suffix_text + answer_prefix)
 
 
 def template_hash(tokenizer: Tokenizer) -> str:

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from restorekv.bundled.suite import LONGEST, SHORTEST
+from restorekv.cli import options
 from restorekv.cli.session import notes, open_model, output
 from restorekv.errors import RestoreKVError
 from restorekv.train import checkpoint
@@ -28,6 +29,7 @@ HELP = {
     "rank": "Rank of the LoRA.",
     "alpha": "The LoRA's scale is alpha / rank.",
     "targets": "Linear layers that get a LoRA, with commas between; none for a control without LoRA.",
+    "init": "Adapter to begin with, a folder or hub id; else a fresh one.",
     "embeddings": "learned, or fixed: a control with n line breaks.",
     "lr": "Highest learning rate.",
     "weight_decay": "Weight decay of AdamW.",
@@ -49,22 +51,21 @@ HELP = {
     "keep": "Prepared contexts that stay in memory.",
     "checkpoint_every": "Steps between checkpoints.",
 }
+DATA_HELP = 'bundled, a mixture (restorekv data) or JSON lines {"context", "questions", "answers"}; repeatable.'
 
 
 def run(
     out: Annotated[Path, typer.Option(help="Folder of the run: adapter, losses, checkpoint.")],
     data: Annotated[
-        str,
-        typer.Option(
-            help='bundled, the folder of a mixture (restorekv data), or JSON lines {"context", "questions", "answers"}.'
-        ),
-    ] = "bundled",
+        list[str],
+        typer.Option(help=DATA_HELP),
+    ] = ("bundled",),
     count: Annotated[int, typer.Option(min=1, help="How many bundled contexts.")] = 1000,
     shortest: Annotated[int, typer.Option(min=64, help="Fewest tokens of a bundled context.")] = SHORTEST,
     longest: Annotated[int, typer.Option(min=64, help="Most tokens of a bundled context.")] = LONGEST,
-    model: Annotated[str, typer.Option(help="bundled, a model folder or a hub id.")] = "bundled",
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    model: options.Model = "bundled",
+    device: options.Device = "cpu",
+    dtype: options.Dtype = "auto",
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoint.")] = False,
     shard: Annotated[
         bool, typer.Option("--shard", help="Spread the backbone over the processes of `accelerate launch`.")
@@ -85,21 +86,30 @@ def run(
         raise RestoreKVError(f"{out} is a file; give the name of a folder.")
     if store_prefill and store is None:
         raise RestoreKVError("--store-prefill says what --store keeps; give the folder with --store.")
-    if data != "bundled" and not Path(data).exists():
-        raise RestoreKVError(f"There is no training file {data}; give a JSON-lines file, a mixture or 'bundled'.")
+    for name in data:
+        there(name)
     own, sharing = own_device(device), wants_shards(shard)
     with assembled(own) as team:
         notes.quiet = output.quiet = team.rank > 0
         loaded, tokenizer = open_model(model, dtype, "cpu" if sharing else str(own))
         if sharing:
             spread(loaded, own)
-        if data == "bundled":
-            examples = bundled_examples(tokenizer, count, config.seed, shortest, longest)
-        else:
-            examples = read_examples(Path(data), loaded, tokenizer)
+        made = count, config.seed, shortest, longest
+        examples = [each for name in data for each in gathered(name, loaded, tokenizer, made)]
         kept = {"store": store, "store_prefill": store_prefill}
         run_with_bar(loaded, tokenizer, examples, config, out, resume, team, **kept)
     output.print(f"Wrote {escape(str(out / 'adapter'))}")
+
+
+def gathered(data: str, model, tokenizer, made: tuple[int, int, int, int]) -> list[Example]:
+    """The examples of one --data; `made` are count, seed, shortest and longest of the bundled world's."""
+    return bundled_examples(tokenizer, *made) if data == "bundled" else read_examples(Path(data), model, tokenizer)
+
+
+def there(data: str) -> None:
+    """Refuses what names no training data."""
+    if data != "bundled" and not Path(data).exists():
+        raise RestoreKVError(f"There is no training file {data}; give a JSON-lines file, a mixture or 'bundled'.")
 
 
 def run_with_bar(

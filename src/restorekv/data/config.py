@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 
 from restorekv.errors import RestoreKVError
 
-MIXTURE_NAMES = ("paper", "permissive")
+MIXTURE_NAMES = ("paper", "permissive", "passages")
 
 
 def setting(default: object, text: str) -> object:
@@ -18,7 +18,11 @@ def setting(default: object, text: str) -> object:
 class BuildConfig:
     """Tokens are those of the model's tokenizer; a source of which nothing is wanted (a count of 0) is left out."""
 
-    mixture: str = setting("paper", "paper, or permissive: freely licensed papers in place of LongAlpaca.")
+    mixture: str = setting(
+        "paper",
+        "paper; permissive: freely licensed papers in place of LongAlpaca; passages: parts of stories, novels and "
+        "fact sheets, for small models.",
+    )
     longalpaca: str = setting("Yukang/LongAlpaca-12k", "Hub id (ID@REVISION), file or folder of LongAlpaca.")
     papers: str = setting("common-pile/arxiv_papers_filtered", "Hub id, file or folder of openly licensed papers.")
     pg19: str = setting("emozilla/pg19", "Hub id, file or folder of PG-19.")
@@ -31,6 +35,18 @@ class BuildConfig:
     chunks: int = setting(10, "Chunks drawn from a book, at most.")
     examples: int = setting(1500, "Examples of FLAN, after the filters.")
     flan_shortest: int = setting(512, "Fewest tokens of a prompt of FLAN.")
+    stories: str = setting("stories", "File or folder of FairytaleQA's training stories (passages).")
+    novels: str = setting("novels", "File or folder of novels (passages).")
+    sections: str = setting("sections", "File or folder of the Factbook's sections (passages).")
+    story_passages: int = setting(200, "Passages of stories.")
+    novel_passages: int = setting(120, "Passages of novels.")
+    section_passages: int = setting(60, "Sections of the Factbook.")
+    per_novel: int = setting(12, "Passages of one novel, at most.")
+    passage_shortest: int = setting(320, "Fewest tokens of a passage.")
+    passage_longest: int = setting(1600, "Most tokens of a passage.")
+    questions: int = setting(4, "Questions of a passage that come with it, at most.")
+    invented: float = setting(0.3, "Share of the passages into which made-up facts are put.")
+    wording: str = setting("{question}", "How a question that comes with a text is put; {question} stands for it.")
     question_tokens: int = setting(64, "Longest question.")
     answer_tokens: int = setting(512, "Longest answer in self-study.")
     flan_answer_tokens: int = setting(256, "Longest answer to a prompt of FLAN.")
@@ -43,7 +59,10 @@ class BuildConfig:
     def __post_init__(self) -> None:
         if self.mixture not in MIXTURE_NAMES:
             raise RestoreKVError(f"The mixture is one of {', '.join(MIXTURE_NAMES)}, not {self.mixture!r}.")
-        counts = {"documents", "books", "examples", "question_characters", "least_answer", "seed"}
+        counts = {
+            "documents", "books", "examples", "question_characters", "least_answer", "seed", "story_passages",
+            "novel_passages", "section_passages",
+        }  # fmt: skip
         for item in fields(self):
             value, least = getattr(self, item.name), 0 if item.name in counts else 1
             if isinstance(value, int) and value < least:
@@ -52,8 +71,19 @@ class BuildConfig:
             raise RestoreKVError(f"--overlap is a share above 0 and at most 1, not {self.overlap:g}.")
         if self.documents and self.shortest > self.longest:
             raise RestoreKVError(f"--shortest {self.shortest} is more than --longest {self.longest}; swap them.")
-        if not (self.documents or self.books or self.examples):
-            raise RestoreKVError("Nothing is wanted; give --documents, --books or --examples above 0.")
+        if not 0 <= self.invented <= 1:
+            raise RestoreKVError(f"--invented is a share from 0 to 1, not {self.invented:g}.")
+        if "{question}" not in self.wording:
+            raise RestoreKVError(f"--wording needs {{question}} where the question stands, not {self.wording!r}.")
+        if self.passage_shortest > self.passage_longest:
+            raise RestoreKVError("--passage-shortest is more than --passage-longest; swap them.")
+        wanted = (
+            (self.story_passages, self.novel_passages, self.section_passages)
+            if self.mixture == "passages"
+            else (self.documents, self.books, self.examples)
+        )
+        if not any(wanted):
+            raise RestoreKVError("Nothing is wanted; give at least one source a count above 0.")
 
     @property
     def allowed(self) -> tuple[str, ...]:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 class Document:
     """`name` identifies it within its source; `text` is the whole context.
 
-    Of a chunk of a book, `book` tells which one, and `more` that another chunk of it follows.
+    Of a chunk of a book, `book` tells which one, and `more` that another chunk of it follows. `asked` are questions
+    that come with it, each with its kind; `studied` says whether the teacher asks questions of its own.
     """
 
     name: str
@@ -18,6 +19,8 @@ class Document:
     licence: str
     book: str | None = None
     more: bool = False
+    asked: tuple[tuple[str, str], ...] = ()
+    studied: bool = True
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class Builder:
                 attempts = parts.get(got.contexts, item)
                 if attempts is None:
                     ask = reply if source.asked_once else study
-                    attempts = ask(self.model, self.tokenizer, context, self.config)
+                    attempts = ask(self.model, self.tokenizer, context, self.config, item)
                     parts.add(item, attempts)
                 self.take(source, item, context, attempts, got)
                 done = len(got.examples) if source.asked_once else got.contexts

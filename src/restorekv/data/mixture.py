@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.data.files import sha256
 from restorekv.data.manifest import check_model, read_manifest
+from restorekv.data.passages import FACT, HUMAN, LISTED, REPEAT
 from restorekv.data.selfstudy import KINDS, PROMPT
 from restorekv.data.shard import COLUMNS, NUMBERS, TEXTS, parquet_rows
 from restorekv.data.sources import ASKED_ONCE, LICENCES
@@ -126,7 +127,7 @@ def fault(row: dict, source: str, limit: int) -> str | None:
     ids = row["answer_ids"]
     problems = {
         f"belongs to {row['source']!r}, not {source!r}": row["source"] != source,
-        f"has the unknown kind {row['kind']!r}": row["kind"] not in {*KINDS, PROMPT},
+        f"has the unknown kind {row['kind']!r}": row["kind"] not in {*KINDS, PROMPT, HUMAN, FACT, REPEAT, LISTED},
         f"has the unknown licence {row['licence']!r}": row["licence"] not in LICENCES,
         "has an empty context": not row["context"].strip() or row["context_tokens"] < 1,
         "has an empty question": row["kind"] != PROMPT and not row["question"].strip(),

@@ -12,13 +12,13 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache import RaggedCache
 from restorekv.data.config import BuildConfig
+from restorekv.data.document import Document
 from restorekv.data.filters import fault_of_answer, fault_of_question
 from restorekv.generate import answer_ids, answer_text, stop_ids
 from restorekv.models import CacheShape
 from restorekv.prefill import prefill
-from restorekv.prompt import Context, question_ids
+from restorekv.prompt import BETWEEN, Context, question_ids
 
-GLUE = "\n\n"
 ALONE = "Reply with the question alone, in one sentence."
 KINDS = {
     "factual": f"Ask about one specific fact that the text above states. {ALONE}",
@@ -38,24 +38,40 @@ def full_cache(model: PreTrainedModel, context: Context) -> RaggedCache:
     return RaggedCache.from_dense(prefill(model, context.ids), everything)
 
 
-def study(model: PreTrainedModel, tokenizer: Tokenizer, context: Context, config: BuildConfig) -> list[dict]:
-    """Five attempts {kind, question, answer, answer_ids}, or {kind, fault} for one that a filter drops."""
+def study(
+    model: PreTrainedModel, tokenizer: Tokenizer, context: Context, config: BuildConfig, document: Document
+) -> list[dict]:
+    """Attempts {kind, question, answer, answer_ids}, or {kind, fault} for one that a filter drops.
+
+    The teacher asks one question of each kind, unless the document's own are to do.
+    """
     cache = full_cache(model, context)
-    prompts = [question_ids(tokenizer, context, GLUE + words)[0] for words in KINDS.values()]
+    good, faults = self_made(model, tokenizer, context, cache, config) if document.studied else ({}, {})
+    asked = [*good.items(), *((kind, BETWEEN + question) for kind, question in document.asked)]
+    told = answered(model, tokenizer, context, cache, asked, config.answer_tokens, config)
+    return [*({"kind": kind, "fault": fault} for kind, fault in faults.items()), *told]
+
+
+def self_made(
+    model: PreTrainedModel, tokenizer: Tokenizer, context: Context, cache: RaggedCache, config: BuildConfig
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The teacher's question of every kind, and why those of other kinds are dropped."""
+    prompts = [question_ids(tokenizer, context, BETWEEN + words)[0] for words in KINDS.values()]
     stops = stop_ids(model, tokenizer)
     drafts = answer_ids(model, tokenizer, cache, prompts, config.question_tokens)
     questions = [tidy(answer_text(tokenizer, draft.tolist(), stops)) for draft in drafts]
     asked = dict(zip(KINDS, questions, strict=True))
     faults = {kind: fault_of_question(question, config) for kind, question in asked.items()}
-    good = {kind: GLUE + question for kind, question in asked.items() if not faults[kind]}
-    told = answered(model, tokenizer, context, cache, good, config.answer_tokens, config)
-    return [told.get(kind) or {"kind": kind, "fault": faults[kind]} for kind in KINDS]
+    good = {kind: BETWEEN + question for kind, question in asked.items() if not faults[kind]}
+    return good, {kind: fault for kind, fault in faults.items() if fault}
 
 
-def reply(model: PreTrainedModel, tokenizer: Tokenizer, context: Context, config: BuildConfig) -> list[dict]:
+def reply(
+    model: PreTrainedModel, tokenizer: Tokenizer, context: Context, config: BuildConfig, document: Document
+) -> list[dict]:
     """The one attempt at a context that asks itself."""
     cache = full_cache(model, context)
-    return list(answered(model, tokenizer, context, cache, {PROMPT: ""}, config.flan_answer_tokens, config).values())
+    return answered(model, tokenizer, context, cache, [(PROMPT, "")], config.flan_answer_tokens, config)
 
 
 def answered(
@@ -63,20 +79,20 @@ def answered(
     tokenizer: Tokenizer,
     context: Context,
     cache: RaggedCache,
-    questions: dict[str, str],
+    questions: list[tuple[str, str]],
     limit: int,
     config: BuildConfig,
-) -> dict[str, dict]:
-    """Greedy answers by kind; `answer_ids` ends with the EOS unless the limit came first."""
+) -> list[dict]:
+    """Attempts at (kind, question), answered greedily; `answer_ids` ends with the EOS unless the limit came first."""
     stops = stop_ids(model, tokenizer)
-    asked = [question_ids(tokenizer, context, question, empty=True)[0] for question in questions.values()]
-    told = {}
-    for (kind, question), ids in zip(questions.items(), answer_ids(model, tokenizer, cache, asked, limit), strict=True):
+    asked = [question_ids(tokenizer, context, question, empty=True)[0] for _, question in questions]
+    told = []
+    for (kind, question), ids in zip(questions, answer_ids(model, tokenizer, cache, asked, limit), strict=True):
         ids = ids.tolist()
         text = answer_text(tokenizer, ids, stops)
         fault = fault_of_answer(text, len(ids) - (ids[-1] in stops), config)
         attempt = {"kind": kind, "question": question, "answer": text, "answer_ids": ids}
-        told[kind] = {"kind": kind, "fault": fault} if fault else attempt
+        told.append({"kind": kind, "fault": fault} if fault else attempt)
     return told
 
 

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.data import flan, longalpaca, open_papers, pg19
+from restorekv.data import flan, longalpaca, open_papers, passages, pg19
 from restorekv.data.config import BuildConfig
 from restorekv.data.document import Document, Dropped
 
 Reader = Callable[[Iterator[dict], BuildConfig, Tokenizer], Iterator[Document | Dropped]]
-LICENCES = {longalpaca.LICENCE, pg19.LICENCE, flan.LICENCE, *open_papers.LABELS.values()}
+LICENCES = {
+    longalpaca.LICENCE, pg19.LICENCE, flan.LICENCE, *open_papers.LABELS.values(),
+    passages.STORIES, passages.NOVELS, passages.SECTIONS,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,23 @@ LONGALPACA = Source("longalpaca", "LongAlpaca", longalpaca.documents, lambda c: 
 PAPERS = Source("papers", "Open papers", open_papers.documents, lambda c: c.documents, lambda c: c.shortest)
 PG19 = Source("pg19", "PG-19", pg19.documents, lambda c: c.books, lambda c: 1, "books")
 FLAN = Source("flan", "Tulu-3 FLAN", flan.documents, lambda c: c.examples, lambda c: c.flan_shortest, "examples", True)
-MIXTURES = {"paper": (LONGALPACA, PG19, FLAN), "permissive": (PAPERS, PG19, FLAN)}
+STORIES = Source(
+    "stories", "FairytaleQA", passages.reader(passages.STORIES, lambda c: 1), lambda c: c.story_passages,
+    lambda c: c.passage_shortest,
+)  # fmt: skip
+NOVELS = Source(
+    "novels", "Novels", passages.reader(passages.NOVELS, lambda c: c.per_novel), lambda c: c.novel_passages,
+    lambda c: c.passage_shortest,
+)  # fmt: skip
+SECTIONS = Source(
+    "sections", "The World Factbook", passages.reader(passages.SECTIONS, lambda c: 1), lambda c: c.section_passages,
+    lambda c: c.passage_shortest,
+)  # fmt: skip
+MIXTURES = {
+    "paper": (LONGALPACA, PG19, FLAN),
+    "permissive": (PAPERS, PG19, FLAN),
+    "passages": (STORIES, NOVELS, SECTIONS),
+}
 ASKED_ONCE = {source.name for mixture in MIXTURES.values() for source in mixture if source.asked_once}
 
 

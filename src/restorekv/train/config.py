@@ -32,6 +32,7 @@ class TrainConfig:
     rank: int = 8
     alpha: float = 16.0
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    init: str = ""  # folder or hub id of the adapter to begin with; none: a fresh one
     embeddings: str = "learned"  # or "fixed": those of a line break
     lr: float = 2e-4
     weight_decay: float = 0.01

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -12,7 +13,7 @@ from restorekv.bundled.suite import documents
 from restorekv.data.mixture import read_mixture, record
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.models import decoder, longest
-from restorekv.prompt import encode, make_context
+from restorekv.prompt import default_between, encode, make_context
 from restorekv.train.config import TrainConfig
 from restorekv.train.example import Example
 from restorekv.train.json_lines import from_lines
@@ -33,7 +34,13 @@ def bundled_examples(tokenizer: Tokenizer, count: int, seed: int, low: int, high
 
 def read_examples(path: Path, model: PreTrainedModel, tokenizer: Tokenizer) -> list[Example]:
     """A file of JSON lines or the folder of a mixture that this very model has answered (`restorekv data build`)."""
-    return from_mixture(path, model, tokenizer) if path.is_dir() else from_lines(path)
+    return from_mixture(path, model, tokenizer) if path.is_dir() else apart(from_lines(path), tokenizer)
+
+
+def apart(examples: list[Example], tokenizer: Tokenizer) -> list[Example]:
+    """Questions with what `ask` will put between document and question."""
+    between = default_between(tokenizer)
+    return [replace(each, questions=tuple(between + text for text in each.questions)) for each in examples]
 
 
 def read_contexts(path: Path) -> list[str]:

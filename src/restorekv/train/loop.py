@@ -21,7 +21,7 @@ from torch.utils.tensorboard import SummaryWriter
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.errors import RestoreKVError
+from restorekv.errors import AdapterError, RestoreKVError
 from restorekv.prepared import Prepared
 from restorekv.prompt import encode
 from restorekv.restore import RestoreAdapter
@@ -150,7 +150,9 @@ def take_step(
 
 
 def fresh_adapter(model: PreTrainedModel, tokenizer: Tokenizer, config: TrainConfig) -> RestoreAdapter:
-    """The adapter before its first step."""
+    """The adapter before its first step: untrained, or the one that the run goes on from."""
+    if config.init:
+        return continued(model, config)
     fixed = int(encode(tokenizer, "\n")[0, -1]) if config.embeddings == "fixed" else None
     return RestoreAdapter.create(
         model, config.restore_tokens, rank=config.rank, alpha=config.alpha, targets=config.targets, seed=config.seed,
@@ -158,9 +160,25 @@ def fresh_adapter(model: PreTrainedModel, tokenizer: Tokenizer, config: TrainCon
     )  # fmt: skip
 
 
+def continued(model: PreTrainedModel, config: TrainConfig) -> RestoreAdapter:
+    """The adapter `config.init`, which must have the shape that the settings name."""
+    adapter = RestoreAdapter.from_pretrained(model, config.init)
+    has = {"restore_tokens": adapter.restore_tokens, "rank": adapter.config.r, "alpha": adapter.config.lora_alpha}
+    for name, value in has.items():
+        if value != getattr(config, name):
+            raise AdapterError(
+                f"The adapter {config.init} has {name} {value:g}, the settings {getattr(config, name):g}; "
+                f"train with --{name.replace('_', '-')} {value:g}."
+            )
+    if set(adapter.config.target_modules or ()) != set(config.targets):
+        raise AdapterError(f"The adapter {config.init} has LoRA on other layers than --targets; name the same ones.")
+    return adapter
+
+
 def finish(adapter: RestoreAdapter, lessons: Lessons, folder: Path, team: Team) -> None:
-    """The adapter with what it was trained with, in its folder."""
-    config = lessons.config
+    """The adapter with what it was trained with, in its folder; what one began with counts among its data."""
+    config, before = lessons.config, adapter.card
+    began = [row | {"source": f"{row.get('source')}, through the adapter it began with"} for row in before.data or []]
     adapter.describe(
         evictor=lessons.eviction.identity(lessons.model),
         prefix_policy=config.prefix_policy,
@@ -168,7 +186,7 @@ def finish(adapter: RestoreAdapter, lessons: Lessons, folder: Path, team: Team) 
         allocation=lessons.eviction.conventions.allocation.spec,
         restore_from=config.restore_from,
         settings=json.loads(config.text()) | {"processes": team.size},
-        data=sources(lessons.examples),
+        data=sources(lessons.examples) + (began if config.init else []),
     )
     if team.rank == 0:
         adapter.save_pretrained(folder / "adapter")
