@@ -75,11 +75,13 @@ def test_divergences_are_those_of_a_masked_pass(world, tmp_path):
     done = run(grid(str(path), "plain", ("kvzip", "knorm"), ("0.5", "0.2")), tmp_path)
     model, tokenizer = load_model(str(path))
     samples = list(Plain().samples(tokenizer, "kvpress"))
-    whole = [compress(model, tokenizer, each.context, evictor="knorm", adapter=None, ratio=1) for each in samples]
+    whole = [
+        compress(model, tokenizer, each.context, evictor="knorm", adapter=None, ratio=1, between="") for each in samples
+    ]
     for result in done[1:]:
         how = {"evictor": result.cell.evictor, "ratio": result.cell.ratio, "adapter": None}
         for sample, full, line in zip(samples, whole, result.lines, strict=True):
-            made = compress(model, tokenizer, sample.context, prefix_policy="counted", **how)
+            made = compress(model, tokenizer, sample.context, prefix_policy="counted", between="", **how)
             prompts = [question_ids(tokenizer, made.context, asked.text)[0] for asked in sample.questions]
             answers = answer_ids(model, tokenizer, full.cache, prompts, 4, first_may_stop=False)
             for prompt, answer, told in zip(prompts, answers, line["answers"], strict=True):
@@ -97,7 +99,7 @@ def test_a_restored_cache_is_given_the_same_ids_behind_its_restore_tokens(world,
     model, tokenizer = load_model(path)
     (sample,) = Plain(contexts=1).samples(tokenizer, "kvpress")
     full, small = (
-        compress(model, tokenizer, sample.context, evictor="kvzip", ratio=ratio, adapter=adapter, on_tight="fewer")
+        compress(model, tokenizer, sample.context, ratio=ratio, adapter=adapter, on_tight="fewer", between="")
         for ratio, adapter in ((1, None), ("0.4", str(world / "adapter")))
     )
     assert small.cache.restore == 3

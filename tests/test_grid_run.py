@@ -102,7 +102,7 @@ def test_answers_are_those_of_compress(world, tmp_path):
         how = {"evictor": "knorm", "adapter": None} if cell.evictor == "full" else vars(cell)
         how = {key: how[key] for key in ("evictor", "adapter")} | {"prefix_policy": "counted", "on_tight": "fewer"}
         for sample, line in zip(samples, result.lines, strict=True):
-            made = compress(model, tokenizer, sample.context, ratio=cell.ratio, **how)
+            made = compress(model, tokenizer, sample.context, ratio=cell.ratio, between="", **how)
             prompts = [question_ids(tokenizer, made.context, asked.text) for asked in sample.questions]
             found = answer_ids(model, tokenizer, made.cache, prompts, 4, first_may_stop=False)
             said = [answer_text(tokenizer, ids.tolist(), stops) for ids in found]
@@ -128,7 +128,7 @@ def test_storage_and_streaming_are_fields_of_a_cell(world, counted, tmp_path, mo
     for result in done:
         cell, (line,) = result.cell, result.lines
         how = {key: getattr(cell, key) for key in ("evictor", "adapter", "ratio", "storage", "streaming", "on_tight")}
-        made = compress(model, tokenizer, sample.context, prefix_policy="counted", **how)
+        made = compress(model, tokenizer, sample.context, prefix_policy="counted", between="", **how)
         assert made.manifest.streaming == 20 and made.cache.nbytes == line["bytes"]
         told = made.ask([question.text for question in sample.questions], max_new_tokens=4)
         assert [answer["prediction"].strip() for answer in line["answers"]] == [text.strip() for text in told]
