@@ -8,7 +8,7 @@ from restorekv import tasks
 from restorekv.atomic import write_json
 from restorekv.grid.cell import Cell
 from restorekv.grid.results import ANSWERS, SUMMARY, Result, opened
-from restorekv.grid.run import summary
+from restorekv.grid.summary import summary
 from restorekv.tasks import Question
 
 

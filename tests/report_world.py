@@ -9,7 +9,7 @@ from restorekv.atomic import write_json
 from restorekv.budget import Budget
 from restorekv.grid.cell import Cell
 from restorekv.grid.results import SUMMARY, Result, opened
-from restorekv.grid.run import summary
+from restorekv.grid.summary import summary
 
 LAYERS, HEADS, DIM = 4, 2, 32
 PREFIX = {"kvpress": 3, "kvzip": 28}
@@ -61,6 +61,7 @@ def line_of(cell: Cell, sample: str, rng: random.Random) -> dict:
             "id": f"{sample}" if name == "needle" else f"{sample}-{turn}", "task": task,
             "question": f"What is <b>{sample}</b> & {turn}?", "references": [f"r{rng.randrange(100)}"],
             "prediction": "<script>alert(1)</script>", "score": float(rng.random() < chance),
+            "kl": 1 - chance if cell.evictor != "full" else 0.0, "answer_tokens": 5, "same": cell.evictor == "full",
         }
         for turn, task in enumerate(TASKS[name])
         if name != "needle" or task.endswith("_" + sample.partition("-")[0])

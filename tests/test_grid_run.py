@@ -102,7 +102,7 @@ def test_answers_are_those_of_compress(world, tmp_path):
         how = {"evictor": "knorm", "adapter": None} if cell.evictor == "full" else vars(cell)
         how = {key: how[key] for key in ("evictor", "adapter")} | {"prefix_policy": "counted", "on_tight": "fewer"}
         for sample, line in zip(samples, result.lines, strict=True):
-            made = compress(model, tokenizer, sample.context, ratio=cell.ratio, **how)
+            made = compress(model, tokenizer, sample.context, ratio=cell.ratio, between="", **how)
             prompts = [question_ids(tokenizer, made.context, asked.text) for asked in sample.questions]
             found = answer_ids(model, tokenizer, made.cache, prompts, 4, first_may_stop=False)
             said = [answer_text(tokenizer, ids.tolist(), stops) for ids in found]
@@ -128,7 +128,7 @@ def test_storage_and_streaming_are_fields_of_a_cell(world, counted, tmp_path, mo
     for result in done:
         cell, (line,) = result.cell, result.lines
         how = {key: getattr(cell, key) for key in ("evictor", "adapter", "ratio", "storage", "streaming", "on_tight")}
-        made = compress(model, tokenizer, sample.context, prefix_policy="counted", **how)
+        made = compress(model, tokenizer, sample.context, prefix_policy="counted", between="", **how)
         assert made.manifest.streaming == 20 and made.cache.nbytes == line["bytes"]
         told = made.ask([question.text for question in sample.questions], max_new_tokens=4)
         assert [answer["prediction"].strip() for answer in line["answers"]] == [text.strip() for text in told]
@@ -208,13 +208,13 @@ def test_only_the_cells_that_lack_a_context_are_asked(world, tmp_path, monkeypat
     (first.folder / results.SUMMARY).unlink()
     answers = first.folder / results.ANSWERS
     answers.write_bytes(answers.read_bytes().splitlines(keepends=True)[0])
-    asked, ask = [], worker.Worker.ask
+    asked, real = [], worker.Worker.told
 
-    def told(self, context, cache, sample):
+    def told(self, sample, *given):
         asked.append(sample.id)
-        return ask(self, context, cache, sample)
+        return real(self, sample, *given)
 
-    monkeypatch.setattr(worker.Worker, "ask", told)
+    monkeypatch.setattr(worker.Worker, "told", told)
     run(cells, tmp_path)
     assert asked == ["1"]
 

@@ -169,7 +169,8 @@ def test_count_is_of_every_benchmark(tmp_path):
 
 
 def test_generated_samples_stand_in_for_rulers_own(tmp_path):
-    official, made = (backbone(tmp_path, "m", None, given=given).benches["ruler"] for given in ([], ["ruler:count=13"]))
+    spec = "ruler:source=generated,count=13"
+    official, made = (backbone(tmp_path, "m", None, given=given).benches["ruler"] for given in ([], [spec]))
     assert not official.standing and official.shown == "RULER-4K"
     assert "not RULER's own samples" in made.standing and "qa_1: generated documents instead of SQuAD" in made.standing
     assert made.shown == "RULER-4K (stand-in)"

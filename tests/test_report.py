@@ -15,7 +15,7 @@ from matplotlib.image import imread
 from restorekv.cli import execute
 from restorekv.errors import RestoreKVError
 from restorekv.grid.cell import Cell
-from restorekv.grid.results import load
+from restorekv.grid.results import ANSWERS, load
 from restorekv.report import build, draw
 from restorekv.report.names import Names, ending
 from restorekv.report.paired import pairs
@@ -93,9 +93,9 @@ def answers(cell: Cell, folder: Path) -> list[Answer]:
 
 def test_every_section_is_there(page):
     assert page.headings == [
-        "Accuracy against ratio", "Restored beside its base", "Both protocols", "Needle in a haystack",
-        "Attention on the context", "Distance from the full cache", "What survives", "Where restore tokens look",
-        "Efficiency", "Tasks and what was kept", "Conventions and versions",
+        "Accuracy against ratio", "Restored beside its base", "Fidelity to the full cache", "Both protocols",
+        "Needle in a haystack", "Attention on the context", "Distance from the full cache", "What survives",
+        "Where restore tokens look", "Efficiency", "Tasks and what was kept", "Conventions and versions",
     ]  # fmt: skip
 
 
@@ -202,6 +202,17 @@ def test_what_was_kept_stands_beside_the_ratio(folder):
         assert float(told[key]) == pytest.approx(result.summary[key])
 
 
+def test_fidelity_is_that_of_the_summaries(folder, page):
+    found = {(row["method"], row["ratio"]): row for row in rows(folder, "fidelity-bundled-qasper-kvzip")}
+    assert len(found) == 8, "the full cache is what the others are compared with"
+    for result in load(folder):
+        if result.cell.benchmark == "qasper" and result.cell.protocol == "kvzip" and result.cell.evictor == "kvzip":
+            row = found["KVzip + RestoreKV" if result.cell.restored else "KVzip", str(result.cell.value)]
+            for key in ("kl", "kl_low", "kl_high", "same"):
+                assert float(row[key]) == pytest.approx(result.summary[key])
+            assert f"{result.summary['kl']:.3f}" in page.text
+
+
 def test_text_is_escaped(folder, page):
     text = (folder / "report" / "index.html").read_text()
     assert "&lt;system&gt; &amp; &lt;user&gt;" in text and "<system>" not in text
@@ -234,7 +245,8 @@ def test_sections_need_data(tmp_path):
     build.report(tmp_path)
     page = Page((tmp_path / "report" / "index.html").read_text())
     assert page.headings == [
-        "Accuracy against ratio", "Restored beside its base", "Tasks and what was kept", "Conventions and versions",
+        "Accuracy against ratio", "Restored beside its base", "Fidelity to the full cache", "Tasks and what was kept",
+        "Conventions and versions",
     ]  # fmt: skip
     report_world.write_analyses(tmp_path / "other")
     build.report(tmp_path / "other")
@@ -364,3 +376,24 @@ def test_storage_and_streaming_stand_behind_the_plain_method(tmp_path):
         assert method.base in names.methods[:4]
         assert (method.base.storage, method.base.streaming) == (method.storage, method.streaming)
     assert len(grid.cells) == 8
+
+
+def test_a_task_below_ten_on_the_full_cache_is_left_out_of_means_and_shown(tmp_path, monkeypatch):
+    monkeypatch.setitem(report_world.SKILL, "full", 0.0)
+    cells = report_world.cells_of("bundled:count=6", ("kvzip",), ("0.2",))
+    for cell in cells:
+        result = report_world.write_cell(tmp_path, cell)
+        lines = [json.loads(json.dumps(line)) for line in result.lines]
+        for line in lines:
+            for told in line["answers"]:
+                told["score"] = float(told["task"] != "qa") if cell.evictor == "full" else told["score"]
+        (result.folder / ANSWERS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    build.report(tmp_path)
+    page = Page((tmp_path / "report" / "index.html").read_text())
+    assert "the full cache is below 10 on qa, left out of means." in page.text
+    run = read(tmp_path)
+    (grid,) = run.places.values()
+    (base,) = (pool for method, by in grid.cells.items() if not method.restored for pool in by.values())
+    kept = [answer for answer in base.answers if answer.family != "qa"]
+    assert base.score() == compared(kept) and grid.full.score()["score"] == 100
+    assert base.score(["qa"])["questions"] == 6, "shown by itself"

@@ -2,17 +2,25 @@
 
 import json
 import shutil
+from dataclasses import replace
 from math import floor
 
 import pytest
 from conftest import build_model
+from grid_results import facts
+from grid_world import Plain
 
+from restorekv import tasks
+from restorekv.atomic import write_json
 from restorekv.bundled.world import Document, Question
+from restorekv.grid.cell import Cell
 from restorekv.grid.expand import Grid
+from restorekv.grid.results import SUMMARY, opened
 from restorekv.grid.rows import payload, rows
 from restorekv.grid.run import run
+from restorekv.grid.summary import summary
 from restorekv.restore import RestoreAdapter
-from restorekv.tables import held, scores
+from restorekv.tables import held, metrics, scores
 
 TEXT = "the code of the red house is seven; who lives in the blue house? the blue house is the code of who. " * 2
 QUESTIONS = (
@@ -111,3 +119,49 @@ def test_a_cell_that_runs_is_no_figure(world, tmp_path):
     assert len(left) == 4 and sum("gain" in row for row in left) == 1
     [table] = scores(left)
     assert "running" in {cell for column in table.columns for cell in column._cells}
+
+
+def by_hand(folder, cell, means):
+    """A finished cell whose tasks have these scores: three contexts with a question of each task."""
+    result = opened(folder, cell, facts(cell, {}) | {"fingerprint": "f"})
+    for name in range(3):
+        answers = [
+            {
+                "id": f"{name}-{task}", "task": task, "prediction": "", "score": mean, "metrics": {"half": mean / 2},
+                "kl": 0.3, "answer_tokens": 2, "same": False,
+            }
+            for task, mean in means.items()
+        ]  # fmt: skip
+        held = {"tokens": 100, "prefix": 3, "pairs": 60, "pairs_with_prefix": 78, "bytes": 1000}
+        result.append({"sample": str(name), **held, "answers": answers}, {})
+    write_json(result.folder / SUMMARY, summary(result))
+    return result
+
+
+def test_a_task_with_nothing_to_lose_is_shown_and_left_out_of_means(tmp_path, monkeypatch):
+    monkeypatch.setitem(tasks.BENCHMARKS, "plain", Plain)
+    by_method = {
+        "full": {"a": 0.8, "b": 0.05, "c": 0.4},
+        "base": {"a": 0.2, "b": 0.9, "c": 0.2},
+        "restored": {"a": 0.6, "b": 0.0, "c": 0.3},
+    }
+    found = {}
+    for method, means in by_method.items():
+        cell = Cell("m", "plain", "kvzip" if method != "full" else "full", "0.5" if method != "full" else "1")
+        cell = replace(cell, adapter="auto" if method == "restored" else None)
+        found[method] = by_hand(tmp_path / "some", cell, means)
+    full, base, restored = rows(list(found.values()))
+    assert full["left_out"] == base["left_out"] == ["b"] and base["tasks"]["b"] == pytest.approx(90)
+    assert (full["score"], base["score"], restored["score"]) == pytest.approx((60, 20, 45))
+    assert restored["gain"] == pytest.approx(25) and restored["recovered"] == pytest.approx(25 / 40)
+    assert restored["questions"] == 9 and base["metrics"] == {"half": pytest.approx(10)}
+    assert base["kl"] == pytest.approx(0.3), "fidelity keeps every task"
+    assert found["base"].summary["score"] == pytest.approx(100 * 1.3 / 3), "a cell alone does not know the full cache"
+    alone = rows([found["base"]])[0]
+    assert alone["score"] == pytest.approx(100 * 1.3 / 3) and alone["left_out"] == []
+    tables = scores([full, base, restored])
+    assert "left out: full cache below 10 (b)" in tables[0].caption and len(metrics([full, base, restored])) == 1
+    hopeless = [by_hand(tmp_path / "none", result.cell, {"a": 0.09, "b": 0.0}) for result in found.values()]
+    below = rows(hopeless)
+    assert below[0]["score"] == pytest.approx(4.5) and below[0]["left_out"] == ["a", "b"]
+    assert "nothing to lose" in scores(below)[0].caption

@@ -1,5 +1,6 @@
 """RULER's generated samples, each checked by reading its text again, and the metric on cases worked out by hand."""
 
+import gzip
 import hashlib
 import os
 import random
@@ -14,13 +15,15 @@ from transformers import AutoTokenizer
 from restorekv.bundled import world
 from restorekv.errors import RestoreKVError
 from restorekv.tasks import Question, make
-from restorekv.tasks.ruler.benchmark import OF_ESSAYS, TASKS
+from restorekv.tasks.reading import TEXTS
+from restorekv.tasks.ruler.benchmark import OF_ESSAYS, SHIPPED, TASKS
 from restorekv.tasks.ruler.counts import FrequentWords
 from restorekv.tasks.ruler.documents import Asked, Documents
 from restorekv.tasks.ruler.draft import most_units
 from restorekv.tasks.ruler.needles import Essays, Needles
 
 BUNDLED = os.path.join(os.path.dirname(world.__file__), "model")
+DOCUMENT = {"generated": 200, "novel": 700}  # tokens of the longest document
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 LIMITS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
 # Where kvpress cuts a RULER prompt: the question at the last match, the answer prefix at the first one after it.
@@ -42,7 +45,7 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def made(tokenizer):
     """Four samples of every task at 2,048 tokens of the bundled tokenizer."""
-    every = list(make("ruler:length=2048,per_task=4,seed=3").samples(tokenizer, "kvpress"))
+    every = list(make("ruler:source=generated,length=2048,per_task=4,seed=3").samples(tokenizer, "kvpress"))
     return {task: [sample for sample in every if sample.questions[0].task == task] for task in TASKS}
 
 
@@ -242,12 +245,56 @@ def test_generated_pairs_answer_together(made):
         assert re.search(rf"\b{asked.answers[0]}\b", about) and person not in about
 
 
+@pytest.mark.parametrize("source", ["novel", "generated"])
 @pytest.mark.parametrize(("length", "short"), [(1024, 80), (2048, 100)])
-def test_lengths_are_filled_and_never_exceeded(tokenizer, length, short):
-    for sample in make(f"ruler:length={length},per_task=2").samples(tokenizer, "kvpress"):
+def test_lengths_are_filled_and_never_exceeded(tokenizer, length, short, source):
+    for sample in make(f"ruler:source={source},length={length},per_task=2").samples(tokenizer, "kvpress"):
         used = tokens(tokenizer, whole(sample)) + sample.questions[0].max_new_tokens
-        slack = 8 if sample.questions[0].task in OF_ESSAYS else 200 if sample.questions[0].task[:2] == "qa" else short
+        slack = (
+            8
+            if sample.questions[0].task in OF_ESSAYS
+            else DOCUMENT[source]
+            if sample.questions[0].task[:2] == "qa"
+            else short
+        )
         assert length - slack <= used <= length, sample.id
+
+
+def test_a_novel_is_the_haystack_and_every_sample_has_its_own_place_in_it(tokenizer):
+    novel = " ".join(gzip.decompress((TEXTS / SHIPPED["essays"]).read_bytes()).decode().split())
+    spec = "ruler:length=1024,per_task=6,tasks=niah_single_2+niah_multiquery"
+    samples = list(make(spec).samples(tokenizer, "kvpress"))
+    places = []
+    for sample in samples:
+        text = re.split(r"about the numbers? afterwards\.\n", sample.context)[1]
+        parts = [part.strip() for part in re.split(r"One of the special magic numbers for \S+ is: \d+\.", text)]
+        place = novel.find(parts[0] or parts[1])
+        places.append(place)
+        for part in parts:
+            place = novel.find(part, place)
+            assert place >= 0, "the novel's own words, in their order"
+    assert len(set(places)) == 12 and max(places) - min(places) > len(novel) / 3
+    again = make(spec.replace("=6", "=2")).samples(tokenizer, "kvzip")
+    assert [sample.context for sample in again] == [samples[index].context for index in (0, 1, 6, 7)]
+    chapter = make(f"ruler:length=1024,per_task=2,tasks=niah_single_2,source=generated,essays={TEXTS / 'novels'}")
+    first, second = (sample.context for sample in chapter.samples(tokenizer, "kvpress"))
+    assert all("THE SECRET GARDEN CHAPTER I" in text for text in (first, second)), "files begin at their beginning"
+
+
+def test_what_ships_answers_qa_and_a_task_has_as_many_samples_as_there_are_questions():
+    def asked_of(spec):
+        return list(make(f"ruler:length=1024,{spec}").generated(lambda text: len(text.split())))
+
+    samples = asked_of("per_task=80,tasks=qa_1+qa_2")
+    held = {task: [each for each in samples if each.questions[0].task == task] for task in ("qa_1", "qa_2")}
+    assert (len(held["qa_1"]), len(held["qa_2"])) == (80, 75)
+    assert len({each.questions[0].text for each in samples}) == 155
+    for sample in samples:
+        (asked,) = sample.questions
+        assert asked.answers[0] in sample.context or asked.answers[0] in ("yes", "no"), sample.id
+    first = [each.questions[0].text for each in held["qa_1"][:5]]
+    other = asked_of("per_task=5,tasks=qa_1,seed=1")
+    assert not set(first) & {each.questions[0].text for each in other}, "the seed draws their order"
 
 
 def test_another_tokenizer_gives_other_lengths(tiny_tokenizer):
@@ -288,7 +335,9 @@ def test_samples_are_the_same_in_another_process(tokenizer):
 
 
 def test_a_sample_depends_on_its_task_and_index_alone(tokenizer, made):
-    few = make("ruler:length=2048,per_task=2,seed=3,tasks=qa_2+niah_multikey_1+vt").samples(tokenizer, "kvzip")
+    few = make("ruler:source=generated,length=2048,per_task=2,seed=3,tasks=qa_2+niah_multikey_1+vt").samples(
+        tokenizer, "kvzip"
+    )
     assert {sample.id: sample for sample in few} == {
         sample.id: sample for task in ("niah_multikey_1", "vt", "qa_2") for sample in made[task][:2]
     }
@@ -313,7 +362,7 @@ def test_needles_stand_at_the_depths_of_rulers_grid():
         ("ruler:tasks=niah_single_4", "no task 'niah_single_4'"),
         ("ruler:tasks=vt+", "no task ''"),
         ("ruler:per_task=0", "at least 1"),
-        ("ruler:source=hub,squad=x.json", "squad is for generated"),
+        ("ruler:source=hub,squad=x.json", "squad is for samples made here"),
         ("ruler:length=300,tasks=cwe", "cwe takes"),
         ("ruler:source=no/such/folder", "no file or folder"),
         ("ruler:tasks=vt+niah_single_2,essays=no/such/folder", "no file or folder"),
@@ -326,10 +375,15 @@ def test_mistakes_are_told_in_a_sentence(tokenizer, spec, told):
 
 
 def test_stand_ins_are_described_task_by_task():
-    told = make("ruler").described()
+    told = make("ruler:source=generated").described()
     assert set(told["stand_ins"]) == {*OF_ESSAYS, "qa_1", "qa_2"} and len(OF_ESSAYS) == 5
     assert "SQuAD" in told["stand_ins"]["qa_1"] and "not RULER's own" in told["data"]
-    assert make("ruler:tasks=vt+cwe").described()["stand_ins"] == {}
+    assert make("ruler:tasks=vt+cwe").described()["stand_ins"] == {} and "subsets" not in told
+    novel = make("ruler").described()
+    assert novel["subsets"] == "qa_1 and qa_2 on subsets (XQuAD's English part; HotpotQA's 100 dev examples)"
+    assert set(novel["stand_ins"]) == set(told["stand_ins"]) and set(novel["files"]) == {"essays", "squad", "hotpot"}
+    assert "Secret Garden" in novel["stand_ins"]["niah_single_2"] and "subset" in novel["stand_ins"]["qa_2"]
+    assert "CC BY-SA" in novel["licence"] and "subsets" not in make("ruler:tasks=vt+cwe").described()
     assert set(make("ruler:tasks=vt+cwe+fwe,length=1024").described()["stand_ins"]) == {"vt", "cwe"}
     assert make("ruler:source=hub").described()["data"] == "simonjegou/ruler"
     assert make("ruler:tasks=vt+qa_1").groups() == {"multi-hop tracing": ("vt",), "question answering": ("qa_1",)}

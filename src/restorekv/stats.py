@@ -7,7 +7,7 @@ set of contexts counts for both sides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from restorekv.errors import RestoreKVError
 
+LEAST = 10.0  # points: a task on which the full cache scores less has nothing to lose
 RESAMPLES = 2000
 BLOCK = 500  # resamples drawn at a time: their counts are (BLOCK, contexts)
 
@@ -43,6 +44,16 @@ def family_means(answers: Sequence[Answer], by_context: bool = False) -> dict[st
 def mean_score(answers: Sequence[Answer], by_context: bool = False) -> float:
     """The unweighted mean over families, in points."""
     return float(np.mean(list(family_means(answers, by_context).values())))
+
+
+def without_loss(full: Sequence[Answer], by_context: bool = False) -> list[str]:
+    """Returns the families on which the full cache, which gave the answers `full`, scores below LEAST."""
+    return [family for family, mean in family_means(full, by_context).items() if mean < LEAST]
+
+
+def counted(answers: Sequence[Answer], left_out: Container[str]) -> list[Answer]:
+    """Returns the answers that means are taken over: all but those to families `left_out`, unless that is every one."""
+    return [answer for answer in answers if answer.family not in left_out] or list(answers)
 
 
 def compared(answers: Sequence[Answer], base: Sequence[Answer] = (), by_context: bool = False) -> dict[str, float]:
@@ -78,6 +89,15 @@ def resampled(sums: np.ndarray, counts: np.ndarray, seed: int = 0) -> np.ndarray
         means = np.where(totals > 0, drawn @ sums / np.where(totals > 0, totals, 1), np.nan)
         parts.append(100 * np.nanmean(means, axis=1))
     return np.concatenate(parts)
+
+
+def weighted_interval(sums: np.ndarray, weights: np.ndarray, seed: int = 0) -> tuple[float, float, float]:
+    """Returns total of `sums` over total of `weights`, both (documents,), with its 95 % interval."""
+    drawn = resamples(len(sums), seed)
+    totals = drawn @ weights
+    means = (drawn @ sums)[totals > 0] / totals[totals > 0]
+    low, high = np.percentile(means, (2.5, 97.5))
+    return float(sums.sum() / weights.sum()), float(low), float(high)
 
 
 @lru_cache(maxsize=8)

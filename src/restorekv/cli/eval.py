@@ -16,7 +16,7 @@ from restorekv.grid.rows import payload, rows
 from restorekv.grid.run import Here, Pool, check
 from restorekv.grid.run import run as carry_out
 from restorekv.protocols import PROTOCOLS
-from restorekv.tables import held, scores
+from restorekv.tables import fidelity, held, metrics, scores
 from restorekv.tasks import BENCHMARKS
 
 BENCHMARK_HELP = f"{', '.join(BENCHMARKS)}; with settings as in ruler:length=8192,tasks=vt+cwe. Repeatable."
@@ -65,7 +65,7 @@ def run(
     with shares("evaluating") as tell, opened(ray, workers, device) as pool:
         results = carry_out(cells, out, pool, lambda progress: tell(progress.what, progress.share))
     found = rows(results)
-    for table in scores(found):
+    for table in [*scores(found), *metrics(found), *fidelity(found)]:
         output.print(table)
     output.print(held(found))
     export(out)

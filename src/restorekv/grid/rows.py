@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 
 from restorekv import tasks
 from restorekv.grid.cell import FULL, Cell
+from restorekv.grid.fidelity import FIGURES
 from restorekv.grid.results import Result
-from restorekv.stats import compared
+from restorekv.grid.summary import metrics
+from restorekv.stats import Answer, compared, counted, mean_score, without_loss
 
 CONVENTIONS = ("prefix_policy", "on_tight", "allocation", "restore_from", "offset", "fingerprint", "dtype", "device")
 HELD = ("pairs", "pairs_with_prefix", "bytes", "kept", "kept_with_prefix", "samples")
@@ -21,29 +23,40 @@ def rows(results: Sequence[Result]) -> list[dict]:
 
 
 def row(result: Result, base: Result | None, full: Result | None) -> dict:
-    """`gain` is over the base without restoring, `recovered` its share of the base's loss against the full cache."""
-    cell, facts, found = result.cell, result.facts, result.summary
+    """`gain` is over the base without restoring, `recovered` its share of the base's loss against the full cache.
+
+    Means leave out the tasks on which the full cache scores below 10, `left_out`; `tasks` shows them all the same, and
+    the figures of fidelity are over all tasks. Those are None for a cell that was answered before they were recorded.
+    """
+    cell, facts, found, benchmark = result.cell, result.facts, result.summary, tasks.make(result.cell.benchmark)
+    by_context = benchmark.by_context(cell.protocol)
+    base = base if cell.restored else None
+    out = without_loss(full.answers, by_context) if full else []
+    mine, theirs, whole = (counted(side.answers, out) if side else [] for side in (result, base, full))
+    groups = {name: benchmark.groups()[name] for name in found["groups"]}
     told = {
         "model": cell.model, "benchmark": cell.benchmark, "protocol": cell.protocol, "evictor": cell.evictor,
         "method": facts["method"], "restored": cell.restored, "adapter": facts["adapter"] and facts["adapter"]["hash"],
         "label": label(cell), "ratio": cell.value, "storage": cell.storage, "streaming": cell.streaming,
-        **{key: facts[key] for key in CONVENTIONS},
-        **{key: found[key] for key in (*HELD, "score", "low", "high", "questions")},
-        "tasks": {task: each["score"] for task, each in found["tasks"].items()}, "groups": dict(found["groups"]),
+        **{key: facts[key] for key in CONVENTIONS}, **{key: found[key] for key in HELD},
+        **compared(mine, theirs, by_context), "questions": found["questions"],
+        "metrics": metrics(result.lines, {answer.family for answer in mine}),
+        **{key: found.get(key) for key in FIGURES},
+        "tasks": {task: each["score"] for task, each in found["tasks"].items()}, "left_out": out,
+        "groups": {
+            name: compared(*(counted(of_tasks(side, members), out) for side in (result, base)), by_context)
+            for name, members in groups.items()
+        },
     }  # fmt: skip
-    if not cell.restored or base is None:
-        return told
-    benchmark = tasks.make(cell.benchmark)
-    by_context, theirs = benchmark.by_context(cell.protocol), base.answers
-    told |= compared(result.answers, theirs, by_context)
-    for group in found["groups"]:
-        members = benchmark.groups()[group]
-        ours, bases = ([a for a in side if a.family in members] for side in (result.answers, theirs))
-        told["groups"][group] = compared(ours, bases, by_context)
-    if full is not None:
-        lost = full.summary["score"] - base.summary["score"]
+    if base and full:
+        lost = mean_score(whole, by_context) - mean_score(theirs, by_context)
         told["recovered"] = told["gain"] / lost if lost > 0 else None
     return told
+
+
+def of_tasks(result: Result | None, members: Container[str]) -> list[Answer]:
+    """Returns the answers to some of the tasks; none where there is no cell."""
+    return [answer for answer in result.answers if answer.family in members] if result else []
 
 
 def base_of(cell: Cell) -> Cell:

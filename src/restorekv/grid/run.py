@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-
 from restorekv import storage, streamed, tasks
 from restorekv.atomic import locked, write_json
 from restorekv.budget import exact_ratio
@@ -19,10 +17,10 @@ from restorekv.grid.cell import FULL, Cell
 from restorekv.grid.facts import facts
 from restorekv.grid.job import Job, jobs
 from restorekv.grid.results import CELLS, SUMMARY, Result, opened
+from restorekv.grid.summary import summary
 from restorekv.grid.worker import Line, Worker
 from restorekv.models import check_dtype
 from restorekv.protocols import make
-from restorekv.stats import Answer, compared, family_means
 
 LOCK = ".lock"
 Facts = dict[Cell, dict]
@@ -155,34 +153,3 @@ def lacking(results: dict[Cell, Result], names: Sequence[str]) -> Missing:
             raise RestoreKVError(f"{results[cell].folder} has answers to other contexts; choose another folder.")
     missing = [(name, [cell for cell in results if name not in answered[cell]]) for name in names]
     return [(name, wanted) for name, wanted in missing if wanted]
-
-
-def summary(result: Result) -> dict:
-    """A finished cell's figures: means over contexts of what its caches held, scores in points."""
-    benchmark, facts = tasks.make(result.cell.benchmark), result.facts
-    answers, by_context = result.answers, benchmark.by_context(result.cell.protocol)
-    pairs = facts["shape"]["layers"] * facts["shape"]["heads"]
-    counted = [line["tokens"] + (line["prefix"] if facts["prefix_policy"] == "counted" else 0) for line in result.lines]
-    positions = [line["tokens"] + line["prefix"] for line in result.lines]
-    held = {key: column(result, key) for key in ("pairs", "pairs_with_prefix", "bytes")}
-    named = {task: [answer for answer in answers if answer.family == task] for task in family_means(answers)}
-    grouped = {
-        group: [answer for answer in answers if answer.family in members]
-        for group, members in benchmark.groups().items()
-    }
-    return {
-        **compared(answers, by_context=by_context), "samples": len(result.lines),
-        **{key: float(values.mean()) for key, values in held.items()},
-        "kept": float(np.mean(held["pairs"] / np.array(counted) / pairs)),
-        "kept_with_prefix": float(np.mean(held["pairs_with_prefix"] / np.array(positions) / pairs)),
-        "tasks": parts(named, by_context), "groups": parts(grouped, by_context),
-    }  # fmt: skip
-
-
-def column(result: Result, key: str) -> np.ndarray:
-    return np.array([line[key] for line in result.lines], dtype=float)
-
-
-def parts(answers: dict[str, list[Answer]], by_context: bool) -> dict[str, dict]:
-    """Scores of the tasks or groups that were asked."""
-    return {name: compared(found, by_context=by_context) for name, found in answers.items() if found}

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -17,6 +18,7 @@ from restorekv.compression import Eviction, load_adapter, method
 from restorekv.errors import RestoreKVError
 from restorekv.generate import answer_ids, answer_text, stop_ids
 from restorekv.grid.cell import FULL, Cell
+from restorekv.grid.fidelity import FullAnswers
 from restorekv.grid.job import Job
 from restorekv.models import CacheShape, load_model
 from restorekv.prefill import prefill
@@ -72,10 +74,19 @@ class Worker:
         """A sample's questions asked of every cell in turn; what is expensive is done once, and only if needed."""
         sample, first = self.by_id[name], self.job.first
         context, cut = self.protocol.context(first.model, self.tokenizer, sample.context, first.max_context)
+        full: FullAnswers | None = None
+        reading: Seconds = {}
         for view, members, borne in self.views(context, cells):
+            full = full or self.full_answers(context, view, sample, reading)
             for cell, cache, seconds in self.caches(view, members, borne):
-                with timed(seconds, "ask"):
-                    told = self.ask(context, cache, sample)
+                if cell.evictor == FULL:
+                    told = self.told(sample, full, full.answers, [0.0] * len(full.answers))
+                    seconds["ask"] = reading["ask"]
+                else:
+                    with timed(seconds, "ask"):
+                        ids = self.ask(cache, full.prompts, sample)
+                    with timed(seconds, "fidelity"):
+                        told = self.told(sample, full, ids, full.divergences(self.model, cache))
                 held = {
                     "sample": sample.id, "context": digest(sample.context), "cut": cut,
                     "tokens": context.tokens, "prefix": context.prefix,
@@ -120,9 +131,12 @@ class Worker:
         seconds: Seconds = {}
         with timed(seconds, "prefill"):
             full = prefill(self.model, context.ids)
+        return Prepared(self.model, context, full, self.unscored(context), PLAIN, 0, seconds)
+
+    def unscored(self, context: Context) -> Tensor:
+        """Returns scores (L, H, T) for a cache that keeps every pair."""
         shape = CacheShape.of(self.model)
-        unscored = torch.zeros(shape.layers, shape.heads, context.tokens, device=self.model.device)
-        return Prepared(self.model, context, full, unscored, PLAIN, 0, seconds)
+        return torch.zeros(shape.layers, shape.heads, context.tokens, device=self.model.device)
 
     @torch.no_grad()
     def views(self, context: Context, cells: Sequence[Cell]) -> Iterator[View]:
@@ -154,20 +168,43 @@ class Worker:
         """Whether the conventions may be chosen after scoring: not where a method builds its cache by them."""
         return cell.evictor == FULL or isinstance(method(cell.evictor, self.conventions(cell)), Eviction)
 
-    def ask(self, context: Context, cache: RaggedCache, sample: Sample) -> list[dict]:
-        """Every question's answer with its score, in batches."""
+    def full_answers(
+        self, context: Context, view: Prepared | Streaming, sample: Sample, seconds: Seconds
+    ) -> FullAnswers:
+        """What the full cache answers to the sample's questions; a streamed context is read whole for it."""
+        full = prefill(self.model, context.ids) if isinstance(view, Streaming) else view.full
+        cache = Prepared(self.model, context, full, self.unscored(context)).at(1)
         prompts = [self.protocol.prompt(self.tokenizer, context, question)[0] for question in sample.questions]
+        with timed(seconds, "ask"):
+            ids = self.ask(cache, prompts, sample)
+        with timed(seconds, "fidelity"):
+            return FullAnswers.read(self.model, cache, prompts, ids)
+
+    def ask(self, cache: RaggedCache, prompts: Sequence[Tensor], sample: Sample) -> list[Tensor]:
+        """Returns the ids of every question's answer, written in batches."""
         limits = [question.max_new_tokens for question in sample.questions]
         may = self.protocol.first_may_stop
-        found = answer_ids(self.model, self.tokenizer, cache, prompts, limits, first_may_stop=may)
-        stops, told = stop_ids(self.model, self.tokenizer), []
-        for question, ids in zip(sample.questions, found, strict=True):
-            text = answer_text(self.tokenizer, self.protocol.ended(ids.tolist()), stops)
+        return answer_ids(self.model, self.tokenizer, cache, prompts, limits, first_may_stop=may)
+
+    def told(
+        self, sample: Sample, full: FullAnswers, answers: Sequence[Tensor], divergences: Sequence[float]
+    ) -> list[dict]:
+        """Returns every question's answer with its scores and its fidelity to the full cache's answer."""
+        lines, figures = [], zip(answers, full.answers, divergences, strict=True)
+        for question, (ids, whole, kl) in zip(sample.questions, figures, strict=True):
+            text = self.text(ids)
             answer = {"id": question.id, "task": question.task, "question": question.text}
             answer |= {"answer_prefix": question.answer_prefix, "max_new_tokens": question.max_new_tokens}
             answer |= {"references": list(question.answers), "prediction": text}
-            told.append({**answer, "score": self.benchmark.score(question, text)})
-        return told
+            answer |= {"score": self.benchmark.score(question, text)}
+            if metrics := self.benchmark.metrics(question, text):
+                answer |= {"metrics": metrics}
+            lines.append({**answer, "kl": kl, "answer_tokens": len(whole), "same": text == self.text(whole)})
+        return lines
+
+    def text(self, ids: Tensor) -> str:
+        """Returns an answer's words, as the protocol ends it."""
+        return answer_text(self.tokenizer, self.protocol.ended(ids.tolist()), stop_ids(self.model, self.tokenizer))
 
 
 def digest(text: str) -> str:

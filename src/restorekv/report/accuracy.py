@@ -52,7 +52,7 @@ def chart(run: Run, names: Names, places: Sequence[Place]) -> Chart:
     waiting = sum(not pool.done for place in places for by in run.places[place].cells.values() for pool in by.values())
     note = f"x: the share r of KV pairs kept, as asked for; y: points, 0 to 100, {scored(run, places)}. {INTERVALS} "
     note += asked(run, names, places)
-    note += standing(run, places)
+    note += standing(run, places) + left_out(run, names, places)
     if waiting:
         note += f" Still running and not drawn: {waiting} cell{'s' * (waiting > 1)}."
     alt = f"Score in points against the ratio of pairs kept: {', '.join(names.place(place) for place in places)}"
@@ -69,6 +69,18 @@ def standing(run: Run, places: Sequence[Place]) -> str:
         if made.get("stand_ins"):
             told[made["title"]] = ", ".join(sorted(made["stand_ins"]))
     return "".join(f" {title}: not the official data for {tasks}." for title, tasks in told.items())
+
+
+def left_out(run: Run, names: Names, places: Sequence[Place]) -> str:
+    """A sentence for every panel whose means leave tasks out."""
+    told = ""
+    for place in places:
+        full = run.places[place].full
+        if full and full.left_out:
+            which = "every task" if set(full.left_out) == set(full.tasks) else ", ".join(full.left_out)
+            verdict = "nothing to lose" if which == "every task" else "left out of means"
+            told += f" {panel_title(names, place)}: the full cache is below 10 on {which}, {verdict}."
+    return told
 
 
 def panel_title(names: Names, place: Place) -> str:

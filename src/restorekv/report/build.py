@@ -8,7 +8,17 @@ from pathlib import Path
 
 from restorekv.errors import RestoreKVError
 from restorekv.grid.results import SUMMARY
-from restorekv.report import accuracy, analyses, both_protocols, by_task, convention, efficiency, needle, paired
+from restorekv.report import (
+    accuracy,
+    analyses,
+    both_protocols,
+    by_task,
+    convention,
+    efficiency,
+    faithful,
+    needle,
+    paired,
+)
 from restorekv.report.blocks import Section, at, number
 from restorekv.report.folder import FILES, check_folder, write
 from restorekv.report.names import Names, spoken
@@ -43,7 +53,7 @@ def refuse_others(out: Path) -> None:
 
 def sections(run: Run, names: Names) -> list[Section]:
     """In the order of the page."""
-    parts = [accuracy, paired, both_protocols, needle]
+    parts = [accuracy, paired, faithful, both_protocols, needle]
     found = [section for part in parts for section in part.section(run, names)]
     found += analyses.sections(run.folder) + efficiency.sections(run.folder)
     return found + by_task.section(run, names) + convention.section(run, names)

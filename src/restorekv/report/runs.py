@@ -16,7 +16,7 @@ from restorekv import protocols, tasks
 from restorekv.errors import RestoreKVError
 from restorekv.grid.cell import FULL
 from restorekv.grid.results import CELLS, Result, load
-from restorekv.stats import Answer, compared
+from restorekv.stats import Answer, compared, counted, without_loss
 
 
 @dataclass(frozen=True, order=True)
@@ -57,9 +57,10 @@ class Method:
 
 @dataclass(frozen=True)
 class Pool:
-    """One cell, or the cells that differ in the benchmark's seed alone."""
+    """One cell, or the cells that differ in the benchmark's seed alone; means leave the tasks `left_out` out."""
 
     results: tuple[Result, ...]
+    left_out: tuple[str, ...] = ()
 
     @property
     def facts(self) -> dict:
@@ -109,10 +110,14 @@ class Pool:
         return list(dict.fromkeys(answer.family for answer in self.answers))
 
     def score(self, members: Iterable[str] = (), base: Pool | None = None) -> dict[str, float]:
-        """`stats.compared` of all tasks or of `members`, and with `base` the paired gain over it."""
+        """`stats.compared` of all tasks or of `members`, and with `base` the paired gain over it.
+
+        A task by itself, and tasks that would all be left out, are scored all the same.
+        """
         wanted = set(members or self.tasks)
         mine, its = (
-            [answer for answer in pool.answers if answer.family in wanted] if pool else [] for pool in (self, base)
+            counted([answer for answer in pool.answers if answer.family in wanted], self.left_out) if pool else []
+            for pool in (self, base)
         )
         return compared(mine, its, self.by_context)
 
@@ -228,7 +233,15 @@ def grid(results: Sequence[Result], place: Place) -> Grid:
         method: {ratio: pooled(by_ratio[ratio]) for ratio in sorted(by_ratio, reverse=True)}
         for method, by_ratio in found.items()
     }
-    return Grid(pooled(full) if full else None, cells)
+    whole = pooled(full) if full else None
+    if whole is None or not whole.done:
+        return Grid(whole, cells)
+    out = tuple(without_loss(whole.answers, whole.by_context))
+    cells = {
+        method: {ratio: replace(pool, left_out=out) for ratio, pool in by_ratio.items()}
+        for method, by_ratio in cells.items()
+    }
+    return Grid(replace(whole, left_out=out), cells)
 
 
 def pooled(by_spec: dict[str, Result]) -> Pool:

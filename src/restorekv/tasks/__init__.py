@@ -3,6 +3,8 @@
 from restorekv import spec
 from restorekv.tasks.base import Benchmark, Question, Sample
 from restorekv.tasks.bundled import Bundled
+from restorekv.tasks.factbook import Factbook
+from restorekv.tasks.fairytaleqa import FairytaleQA
 from restorekv.tasks.longbench import LongBench
 from restorekv.tasks.longhealth import LongHealth
 from restorekv.tasks.needle import Needle
@@ -10,11 +12,15 @@ from restorekv.tasks.qasper import Qasper
 from restorekv.tasks.quality import Quality
 from restorekv.tasks.ruler import Ruler
 from restorekv.tasks.scbench import SCBench
+from restorekv.tasks.squad import HotpotQA, XQuAD
 
 __all__ = ["BENCHMARKS", "Benchmark", "Question", "Sample", "make"]
 
 BENCHMARKS: dict[str, type[Benchmark]] = {
     "bundled": Bundled,
+    "factbook": Factbook,
+    "fairytaleqa": FairytaleQA,
+    "hotpotqa": HotpotQA,
     "longbench": LongBench,
     "longhealth": LongHealth,
     "needle": Needle,
@@ -22,6 +28,7 @@ BENCHMARKS: dict[str, type[Benchmark]] = {
     "quality": Quality,
     "ruler": Ruler,
     "scbench": SCBench,
+    "xquad": XQuAD,
 }
 
 

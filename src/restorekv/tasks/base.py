@@ -71,6 +71,10 @@ class Benchmark(ABC):
     def score(self, question: Question, prediction: str) -> float:
         """In [0, 1], by the benchmark's official metric."""
 
+    def metrics(self, question: Question, prediction: str) -> Mapping[str, float]:
+        """Returns further metrics by name, in [0, 1] each, that are reported beside the score; none by default."""
+        return {}
+
     @abstractmethod
     def described(self) -> dict[str, object]:
         """For results: source and licence of the data, metric, and whatever stands in for something official."""

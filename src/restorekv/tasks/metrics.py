@@ -1,6 +1,7 @@
-"""The metrics of LongBench (arXiv 2308.14508, github.com/THUDM/LongBench), each of one prediction and one reference.
+"""Metrics of one prediction and one reference, all in [0, 1]: LongBench's, and those of reading comprehension.
 
-All are in [0, 1] and equal kvpress 0.5.5's to the last bit (tests/conformance/test_longbench_metric.py).
+LongBench's (arXiv 2308.14508, github.com/THUDM/LongBench) equal kvpress 0.5.5's to the last bit
+(tests/conformance/test_longbench_metric.py); `exact_match` and `longest_common_f1` are not among them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from restorekv.errors import RestoreKVError
 
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+WORDS = re.compile(r"[^\W_]+")
 NUMBERS = re.compile(r"\d+")
 PARAGRAPH = re.compile(r"Paragraph (\d+)")
 
@@ -33,6 +35,27 @@ def token_f1(prediction: str, reference: str) -> float:
         return 0.0
     precision, recall = common / len(said), common / len(wanted)
     return 2 * precision * recall / (precision + recall)
+
+
+def exact_match(prediction: str, reference: str) -> float:
+    """1 where the two are equal once normalized, as in SQuAD's evaluator."""
+    return float(normalised(prediction) == normalised(reference))
+
+
+def longest_common_f1(prediction: str, reference: str) -> float:
+    """ROUGE-L (Lin, 2004) of two texts as one sentence each: F1 of their longest common subsequence of words.
+
+    Words are lower-case runs of letters and digits, not stemmed; no library, unlike `rouge_l`.
+    """
+    said, wanted = WORDS.findall(prediction.lower()), WORDS.findall(reference.lower())
+    lengths = [0] * (len(wanted) + 1)  # what the words of `said` so far have in common with each start of `wanted`
+    for word in said:
+        before = 0
+        for place, other in enumerate(wanted, 1):
+            kept = lengths[place]
+            lengths[place] = before + 1 if word == other else max(kept, lengths[place - 1])
+            before = kept
+    return 2 * lengths[-1] / (len(said) + len(wanted)) if lengths[-1] else 0.0
 
 
 def rouge_l(prediction: str, reference: str) -> float:

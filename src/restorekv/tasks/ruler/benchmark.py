@@ -7,9 +7,10 @@ instruction, worked examples and haystack; the question comes after it, then the
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import accumulate, cycle, islice
 from random import Random
 from typing import ClassVar
 
@@ -20,12 +21,14 @@ from restorekv.data.rows import values
 from restorekv.errors import RestoreKVError
 from restorekv.tasks import prose
 from restorekv.tasks.base import Benchmark, Question, Sample
+from restorekv.tasks.reading import TEXTS
 from restorekv.tasks.ruler import dataset, documents, passages
 from restorekv.tasks.ruler.chains import EXAMPLE_TOKENS, Chains
 from restorekv.tasks.ruler.counts import SHORT, CommonWords, FrequentWords
 from restorekv.tasks.ruler.documents import Documents
 from restorekv.tasks.ruler.draft import Draft, Task, answer_tokens, most_units
 from restorekv.tasks.ruler.needles import NEEDLES, Essays, Needles
+from restorekv.tasks.splits import EVALUATION_NOVEL
 
 GROUPS = {
     "retrieval": tuple(NEEDLES),
@@ -41,6 +44,18 @@ STAND_INS = {
     "squad": "generated documents instead of SQuAD",
     "hotpot": "generated documents instead of HotpotQA",
 }
+NOVEL = "novel"
+SHIPPED = {  # with the source "novel"
+    "essays": f"novels/{EVALUATION_NOVEL}.txt.gz",
+    "squad": "share-alike/squad.json.gz",
+    "hotpot": "share-alike/hotpotqa.json.gz",
+}
+OF_SHIPPED = {
+    "essays": "The Secret Garden (1911) instead of Paul Graham's essays, from a sentence drawn for each sample on",
+    "squad": "a subset of SQuAD, 36 articles of XQuAD's English part, in an order drawn by the seed",
+    "hotpot": "a subset of HotpotQA, 75 of the 100 dev examples on its site, in an order drawn by the seed",
+}
+SUBSETS = "qa_1 and qa_2 on subsets (XQuAD's English part; HotpotQA's 100 dev examples)"
 SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"'”’)]))\s+(?=[\"'“‘(]?[A-Z0-9])")
 LEAST_TOKENS = 25  # of a generated document, by any tokenizer
 
@@ -49,8 +64,9 @@ LEAST_TOKENS = 25  # of a generated document, by any tokenizer
 class Ruler(Benchmark):
     """`length` counts the prompt and the answer's budget; `tasks` are joined by "+", "" is all thirteen.
 
-    `source` is "generated", "hub", or a file or folder of kvpress's data set. What is generated: `per_task` samples a
-    task, with the files `essays` (texts, or JSON with the field text), `squad` and `hotpot` where they are given.
+    `source` is "novel", "generated", "hub", or a file or folder of kvpress's data set. The first two make `per_task`
+    samples a task from the files `essays` (texts, or JSON with the field text), `squad` and `hotpot`. Where these are
+    not given, "novel" takes a novel and the subsets of both that ship, and "generated" makes something up.
     """
 
     name: ClassVar[str] = "ruler"
@@ -58,7 +74,7 @@ class Ruler(Benchmark):
 
     length: int = 4096
     tasks: str = ""
-    source: str = "generated"
+    source: str = NOVEL
     per_task: int = 100
     essays: str = ""
     squad: str = ""
@@ -71,10 +87,15 @@ class Ruler(Benchmark):
         if self.per_task < 1 or self.length < 1:
             raise RestoreKVError("RULER takes a length and per_task of at least 1.")
         given = [setting for setting in STAND_INS if getattr(self, setting)]
-        if given and self.source != "generated":
+        if given and not self.making:
             raise RestoreKVError(
-                f"The setting {given[0]} is for generated samples; leave it or source={self.source} out."
+                f"The setting {given[0]} is for samples made here; leave it or source={self.source} out."
             )
+
+    @property
+    def making(self) -> bool:
+        """Whether samples are made here, not read."""
+        return self.source in (NOVEL, "generated")
 
     @property
     def chosen_tasks(self) -> tuple[str, ...]:
@@ -84,15 +105,17 @@ class Ruler(Benchmark):
         """Both protocols ask alike."""
         if self.source == "hub":
             return dataset.samples(dataset.hub_rows(self.length), self.chosen_tasks)
-        if self.source != "generated":
+        if not self.making:
             return dataset.samples(dataset.local_rows(self.source, self.length), self.chosen_tasks)
         return self.generated(lambda text: len(tokenizer(text, add_special_tokens=False, verbose=False).input_ids))
 
     def generated(self, tokens: Callable[[str], int]) -> Iterator[Sample]:
         """A sample depends on seed, task and index alone, and on how many tokens texts have."""
         for task in self.chosen_tasks:
-            made = self.maker(task, tokens)
-            for index in range(self.per_task):
+            made, count = self.maker(task, tokens), self.per_task
+            if task in ("qa_1", "qa_2") and self.shipped(OFFICIAL[task]):
+                count = min(count, len(self.collection(task).questions))
+            for index in range(count):
                 draft = self.fitted(task, index, made(index), tokens)
                 name = f"{task}-{index}"
                 asked = Question(name, task, draft.question, draft.answers, answer_tokens(task), draft.answer_prefix)
@@ -126,31 +149,57 @@ class Ruler(Benchmark):
                 made = FrequentWords.sized(self.length)
             case "qa_1" | "qa_2":
                 return self.asker(name)
+            case _ if "haystack" in NEEDLES[name]:
+                made = Needles(**NEEDLES[name])
             case _:
-                made = Needles(**{"haystack": self.prose(), **NEEDLES[name]})
+                haystack = self.haystack(name)
+                return lambda index: Needles(haystack(index), **NEEDLES[name])
         return lambda index: made
 
-    def prose(self) -> Essays:
-        """The essays, from the first again where they end; or generated sentences."""
-        if not self.essays:
-            return Essays(prose.sentences(Random(f"{self.seed} prose")))
-        rows = [row for file in local_files(dataset.existing(self.essays)) for _, row in values(file)]
-        if not all(isinstance(row, dict) and isinstance(row.get("text"), str) for row in rows):
-            raise RestoreKVError(f"{self.essays} holds something else than texts or JSON with the field text; mend it.")
-        text = " ".join(" ".join(row["text"] for row in rows).split())
-        if not text:
-            raise RestoreKVError(f"{self.essays} has no words; give essays.")
-        return Essays(cycle(SENTENCE_END.split(text)))
+    def shipped(self, setting: str) -> bool:
+        """Whether what ships is used for want of a file."""
+        return self.source == NOVEL and not getattr(self, setting)
+
+    def file(self, setting: str) -> str:
+        """The file that a setting names, or the one that ships; empty where something is made up."""
+        return str(TEXTS / SHIPPED[setting]) if self.shipped(setting) else getattr(self, setting)
+
+    def haystack(self, name: str) -> Callable[[int], Essays]:
+        """The essays from the first word on, as RULER has it, or generated sentences.
+
+        Of a novel every sample has an excerpt of its own, since few samples would else see little but its opening.
+        """
+        if not (where := self.file("essays")):
+            made = Essays(prose.sentences(Random(f"{self.seed} prose")))
+            return lambda index: made
+        sentences = sentences_of(where)
+        if self.source != NOVEL:
+            made = Essays(cycle(sentences))
+            return lambda index: made
+        ends = list(accumulate(len(sentence.split()) for sentence in sentences))
+        places = max(bisect_right(ends, ends[-1] - self.length), 1)  # from which on no excerpt runs over the end
+
+        def excerpt(index: int) -> Essays:
+            start = Random(f"{self.seed} {name} {index} place").randrange(places)
+            return Essays(islice(cycle(sentences), start, None))
+
+        return excerpt
 
     def asker(self, name: str) -> Callable[[int], Task]:
-        """The questions of a file in its order, or generated ones."""
-        if where := getattr(self, OFFICIAL[name]):
-            collection = documents.read(OFFICIAL[name], where)
-            if self.per_task > (count := len(collection.questions)):
-                raise RestoreKVError(f"{where} has {count} questions; give per_task={count} at most.")
-            return lambda index: Documents(collection.documents, collection.questions[index])
+        """The questions of a file in its order, those of a shipped one in an order of the seed's, or generated ones."""
+        if where := self.file(OFFICIAL[name]):
+            collection = self.collection(name)
+            order = list(range(len(collection.questions)))
+            if self.shipped(OFFICIAL[name]):
+                Random(f"{self.seed} {name} order").shuffle(order)
+            elif self.per_task > len(order):
+                raise RestoreKVError(f"{where} has {len(order)} questions; give per_task={len(order)} at most.")
+            return lambda index: Documents(collection.documents, collection.questions[order[index]])
         make, count = {"qa_1": passages.articles, "qa_2": passages.pairs}[name], self.length // LEAST_TOKENS + 1
         return lambda index: make(count, Random(f"{self.seed} {name} {index} documents"))
+
+    def collection(self, name: str) -> documents.Collection:
+        return documents.read(OFFICIAL[name], self.file(OFFICIAL[name]))
 
     def score(self, question: Question, prediction: str) -> float:
         """String match as kvpress 0.5.5 has it: of qa any reference, of others the share of references found."""
@@ -165,20 +214,28 @@ class Ruler(Benchmark):
             made = f"NVIDIA/RULER by kvpress's authors: {self.length} tokens of the tokenizer of Llama-3.1-8B"
             licence = "not stated; RULER is Apache-2.0, SQuAD and HotpotQA CC BY-SA 4.0, the essays Paul Graham's"
             return {"data": dataset.NAME, "made": made, "licence": licence, **about}
-        if self.source != "generated":
+        if not self.making:
             return {"data": "files in kvpress's form", "licence": "theirs", **identified(self.source), **about}
-        given = {setting: where for setting in STAND_INS if (where := getattr(self, setting))}
+        files = {setting: where for setting in STAND_INS if (where := self.file(setting))}
+        shipped = {"subsets": SUBSETS} if {"qa_1", "qa_2"} & {*self.chosen_tasks} and self.source == NOVEL else {}
         return {
             "data": "generated in RULER's form, not RULER's own samples",
-            "licence": "Apache-2.0; that of the files given",
+            "licence": "Apache-2.0; the novel in the public domain, SQuAD and HotpotQA CC BY-SA 4.0"
+            if self.source == NOVEL
+            else "Apache-2.0; that of the files given",
             "length": f"{self.length} tokens of the model's tokenizer, the answer's budget included, no template",
-            "stand_ins": {task: told for task, told in self.stand_ins(given) if task in self.chosen_tasks},
-            "files": {setting: identified(where) for setting, where in given.items()},
+            "stand_ins": {task: told for task, told in self.stand_ins() if task in self.chosen_tasks},
+            "files": {setting: identified(where) for setting, where in files.items()},
+            **shipped,
             **about,
         }
 
-    def stand_ins(self, given: Container[str]) -> Iterator[tuple[str, str]]:
-        yield from ((task, STAND_INS[setting]) for task, setting in OFFICIAL.items() if setting not in given)
+    def stand_ins(self) -> Iterator[tuple[str, str]]:
+        for task, setting in OFFICIAL.items():
+            if self.shipped(setting):
+                yield task, OF_SHIPPED[setting]
+            elif not getattr(self, setting):
+                yield task, STAND_INS[setting]
         if self.length // 4 < EXAMPLE_TOKENS:
             yield "vt", f"a worked example of {self.length // 4} tokens or one noise instead of {EXAMPLE_TOKENS}"
         if self.length < SHORT:
@@ -193,3 +250,14 @@ class Ruler(Benchmark):
 def identified(where: str) -> dict:
     """Names and hashes of local files."""
     return identity(str(dataset.existing(where)))
+
+
+def sentences_of(where: str) -> list[str]:
+    """The sentences of a file or folder of texts, all white space made one."""
+    rows = [row for file in local_files(dataset.existing(where)) for _, row in values(file)]
+    if not all(isinstance(row, dict) and isinstance(row.get("text"), str) for row in rows):
+        raise RestoreKVError(f"{where} holds something else than texts or JSON with the field text; mend it.")
+    text = " ".join(" ".join(row["text"] for row in rows).split())
+    if not text:
+        raise RestoreKVError(f"{where} has no words; give essays.")
+    return SENTENCE_END.split(text)

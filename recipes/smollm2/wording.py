@@ -1,0 +1,128 @@
+"""Measures how to put a question to a model: token F1 of the full cache's answers under several wordings.
+
+    python recipes/smollm2/wording.py --model MODEL --data ../shared/data
+
+The passages are training documents only (tasks/splits.py): the first sections of FairytaleQA stories whose sections
+can be told apart, and the first lines of Factbook documents, up to LENGTH tokens each, with five questions. The wording
+with the highest mean of the two columns is the benchmarks' (tasks/wording.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from restorekv import attention
+from restorekv.generate import answer_ids, answer_text, stop_ids
+from restorekv.models import CacheShape, load_model
+from restorekv.prefill import prefill
+from restorekv.prepared import PLAIN, Prepared
+from restorekv.prompt import make_context, question_ids
+from restorekv.tasks.metrics import token_f1
+from restorekv.tasks.splits import TRAINING, factbook_splits, fairytale_split
+
+LENGTH, QUESTIONS, NEW_TOKENS = 512, 5, 32
+SENTENCE = "Answer the following question about the text in one short sentence."
+WORDS = "Answer the question about the text in a few words."
+WORDINGS = [  # what follows the text, and what opens the answer
+    ("\n\n{q}", ""),
+    ("\n\nQuestion: {q}\nAnswer:", ""),
+    ("\n\nQuestion: {q}", "Answer:"),
+    (f"\n\n{SENTENCE}\n\n{{q}}", ""),
+    (f"\n\n{SENTENCE}\n\n{{q}}", "Answer:"),
+    (f"\n\n{WORDS}\n\n{{q}}", ""),
+    (f"\n\n{WORDS}\n\nQuestion: {{q}}", ""),
+    (f"\n\n{WORDS}\n\nQuestion: {{q}}", "Answer:"),
+    (f"\n\n{WORDS}\n\nQuestion: {{q}}\nAnswer:", ""),
+    (f"\n\n{SENTENCE}\n\nQuestion: {{q}}\nAnswer:", ""),
+    ("\n\nQuestion: {q}\nAnswer in a few words:", ""),
+]
+Passage = tuple[str, list[dict]]
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def fairytales(folder: Path, tokenizer) -> Iterator[Passage]:
+    """Yields the first sections of training stories that have one section a block of text."""
+    for index, row in enumerate(rows(folder / "fairytaleqa/train.jsonl")):
+        blocks = row["context"].split("\n\n")
+        named = {int(each) for question in row["questions"] for each in question["sections"].split(",")}
+        if fairytale_split("train", index) != TRAINING or max(named) != len(blocks):
+            continue
+        kept = fitting(blocks, "\n\n", tokenizer)
+        inside = [each for each in row["questions"] if max(map(int, each["sections"].split(","))) <= len(kept)]
+        yield "\n\n".join(kept), inside
+
+
+def factbook(folder: Path, tokenizer) -> Iterator[Passage]:
+    """Yields the first lines of training documents."""
+    found = rows(folder / "factbook/documents.jsonl")
+    splits = factbook_splits(row["id"] for row in found)
+    for row in found:
+        if splits[row["id"]] == TRAINING:
+            text = "\n".join(fitting(row["context"].split("\n"), "\n", tokenizer))
+            yield text, [each for each in row["questions"] if each["answers"][0] in text]
+
+
+def fitting(pieces: list[str], joint: str, tokenizer) -> list[str]:
+    """Returns the first pieces that have at most LENGTH tokens together."""
+    count = len(pieces)
+    while len(tokenizer.encode(joint.join(pieces[:count]))) > LENGTH:
+        count -= 1
+    return pieces[:count]
+
+
+def spread(items: list, count: int) -> list:
+    """Returns `count` items, evenly spaced."""
+    return [items[index * len(items) // count] for index in range(count)]
+
+
+@torch.no_grad()
+def scores(model, tokenizer, passage: Passage) -> list[float]:
+    """Returns the mean token F1 over a passage's questions under every wording."""
+    text, questions = passage
+    context, shape = make_context(tokenizer, text), CacheShape.of(model)
+    unscored = torch.zeros(shape.layers, shape.heads, context.tokens)
+    cache = Prepared(model, context, prefill(model, context.ids), unscored, PLAIN, 0, {}).at(1)
+    asked = spread(questions, QUESTIONS)
+    prompts = [
+        question_ids(tokenizer, context, wording.format(q=each["question"]), opening)
+        for wording, opening in WORDINGS
+        for each in asked
+    ]
+    answers = answer_ids(model, tokenizer, cache, prompts, NEW_TOKENS)
+    said = [answer_text(tokenizer, ids.tolist(), stop_ids(model, tokenizer)) for ids in answers]
+    best = [
+        max(token_f1(text, answer) for answer in each["answers"])
+        for text, each in zip(said, asked * len(WORDINGS), strict=True)
+    ]
+    return [sum(best[start : start + len(asked)]) / len(asked) for start in range(0, len(best), len(asked))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--stories", type=int, default=15)
+    parser.add_argument("--documents", type=int, default=6)
+    given = parser.parse_args()
+    model, tokenizer = load_model(given.model)
+    attention.install(model)
+    columns = []
+    for source, count in ((fairytales, given.stories), (factbook, given.documents)):
+        every = [each for each in source(given.data, tokenizer) if len(each[1]) >= QUESTIONS]
+        measured = [scores(model, tokenizer, each) for each in spread(every, count)]
+        columns.append([100 * sum(column) / count for column in zip(*measured, strict=True)])
+    print("FairytaleQA  Factbook  wording, opening of the answer")
+    for wording, story, fact in zip(WORDINGS, *columns, strict=True):
+        print(f"{story:11.1f}  {fact:8.1f}  {wording[0]!r}, {wording[1]!r}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Which documents are for training, for development and for evaluation: one rule for training data and benchmarks.
+
+Variants are chosen on development documents, results are reported on evaluation documents, and training sees neither.
+SQuAD and HotpotQA are for evaluation only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+Split = Literal["training", "development", "evaluation"]
+TRAINING, DEVELOPMENT, EVALUATION = "training", "development", "evaluation"
+
+EVALUATION_NOVEL = "Burnett_Garden_1911"
+DEVELOPMENT_NOVEL = "Chesterton_Thursday_1908"
+
+
+def novel_split(name: str) -> Split:
+    """`name` is a novel's file name without ".txt"."""
+    return {EVALUATION_NOVEL: EVALUATION, DEVELOPMENT_NOVEL: DEVELOPMENT}.get(name, TRAINING)
+
+
+def fairytale_split(file: str, index: int) -> Split:
+    """`file` is "train" or "val"; `index` counts the file's stories from 0."""
+    if file == "val":
+        return EVALUATION
+    return DEVELOPMENT if index % 12 == 5 else TRAINING
+
+
+def factbook_splits(ids: Iterable[str]) -> dict[str, Split]:
+    """Returns the split of every document; all documents of a country, the part of the id before "/", share one.
+
+    `ids` are those of the whole collection: the rule counts its distinct countries in alphabetical order.
+    """
+    ids = list(ids)
+    rank = {country: index for index, country in enumerate(sorted({country_of(name) for name in ids}))}
+    by_rank: dict[int, Split] = {0: EVALUATION, 1: DEVELOPMENT}
+    return {name: by_rank.get(rank[country_of(name)] % 8, TRAINING) for name in ids}
+
+
+def country_of(document: str) -> str:
+    return document.partition("/")[0]
