@@ -14,7 +14,8 @@ EVICTOR_HELP = f"{', '.join((*EVICTORS, *METHODS))}; with settings as in snapkv:
 ADAPTER_HELP = "auto (the bundled model's own), none, published (the paper's authors'), a folder or a hub id."
 
 Adapter = Annotated[str, typer.Option(help=ADAPTER_HELP)]
-Model = Annotated[str, typer.Option(help="bundled, a model folder or a hub id.")]
+MODEL_HELP = "smollm2, tiny (also called bundled), a model folder, a GGUF file or a hub id."
+Model = Annotated[str, typer.Option(help=MODEL_HELP)]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 PrefixPolicy = Annotated[str, typer.Option(help="free: the chat prefix is kept and not counted; counted.")]
