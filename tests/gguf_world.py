@@ -20,6 +20,8 @@ PARTS = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -27,18 +29,26 @@ PARTS = {
 
 
 def name_of(parameter: str) -> str:
-    """llama.cpp's name of a parameter of transformers' Llama."""
+    """llama.cpp's name of a parameter of transformers' Llama or Qwen3."""
     if parameter in NAMES:
         return NAMES[parameter]
     _, _, layer, part = parameter.split(".", 3)
     return f"blk.{layer}.{PARTS[part.removesuffix('.weight')]}.weight"
 
 
-def interleaved(rows: int, heads: int) -> np.ndarray:
-    """Places in transformers' order of llama.cpp's rows: there the two halves of a head's RoPE pairs lie in turn."""
-    half = rows // heads // 2
-    return np.array([head * 2 * half + side * half + pair for head in range(heads) for pair in range(half)
-                     for side in (0, 1)])  # fmt: skip
+def places(parameter: str, rows: int, model: PreTrainedModel) -> np.ndarray:
+    """Where in transformers' matrix the rows of llama.cpp's lie.
+
+    It has the two halves of a head's RoPE pairs in turn, of queries and keys of the architecture llama.
+    """
+    config = model.config
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    count = next((count for part, count in heads.items() if part in parameter), None)
+    if config.model_type != "llama" or count is None:
+        return np.arange(rows)
+    half = rows // count // 2
+    order = [(head, side, pair) for head in range(count) for pair in range(half) for side in (0, 1)]
+    return np.array([(head * 2 + side) * half + pair for head, side, pair in order])
 
 
 def write(
@@ -47,11 +57,12 @@ def write(
     tokenizer: PreTrainedTokenizerFast,
     kind: Kind = Kind.Q4_1,
     without: str = "",
-    architecture: str = "llama",
+    architecture: str | None = None,
     extra: dict[str, object] | None = None,
 ) -> Path:
     """The whole model; matrices in `kind`, the parameter `without` left out, `extra` fields added or replaced."""
     config = model.config
+    architecture = architecture or config.model_type
     writer = gguf.GGUFWriter(path, architecture)
     fields = {
         "general.name": "Run 7 Ep2",
@@ -63,6 +74,8 @@ def write(
         f"{architecture}.attention.head_count": config.num_attention_heads,
         f"{architecture}.attention.head_count_kv": config.num_key_value_heads,
         f"{architecture}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        f"{architecture}.attention.key_length": config.head_dim,
+        f"{architecture}.attention.value_length": config.head_dim,
         f"{architecture}.vocab_size": config.vocab_size,
         f"{architecture}.rope.freq_base": float(config.rope_parameters["rope_theta"]),
         **tokenizer_fields(tokenizer),
@@ -72,9 +85,7 @@ def write(
         add(writer, key, value)
     for parameter, weight in model.state_dict().items():
         values = weight.numpy()
-        for part, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
-            if part in parameter:
-                values = values[interleaved(len(values), heads)]
+        values = values[places(parameter, len(values), model)]
         its = kind if values.ndim > 1 else Kind.F32
         if parameter != without:
             writer.add_tensor(name_of(parameter), gguf.quants.quantize(values, its), raw_dtype=its)
@@ -123,8 +134,5 @@ def dequantized(path: Path, model: PreTrainedModel) -> dict[str, np.ndarray]:
     for parameter in model.state_dict():
         tensor = tensors[name_of(parameter)]
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        for part, heads in (("q_proj", model.config.num_attention_heads), ("k_proj", model.config.num_key_value_heads)):
-            if part in parameter:
-                values = values[np.argsort(interleaved(len(values), heads))]
-        found[parameter] = values
+        found[parameter] = values[np.argsort(places(parameter, len(values), model))]
     return found

@@ -48,20 +48,29 @@ def no_conversion(monkeypatch):
     monkeypatch.setattr(gguf_model, "convert", fail)
 
 
-def test_weights_are_those_that_gguf_dequantizes(file, original, capsys):
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_weights_are_those_that_gguf_dequantizes(family, tiny_tokenizer, tmp_path, capsys):
+    original = build_model(family, intermediate_size=64)
+    file = gguf_world.write(tmp_path / "small.gguf", original, tiny_tokenizer)
     model, _ = load_model(str(file))
     expected = gguf_world.dequantized(file, original)
     assert model.state_dict().keys() == expected.keys()
     for name, weight in model.state_dict().items():
         assert weight.dtype == torch.float32 and weight.equal(torch.tensor(expected[name])), name
     assert not model.state_dict()["lm_head.weight"].equal(original.lm_head.weight)  # quantized indeed
-    ids = torch.arange(3, 40)[None]
-    twin = build_model("llama", intermediate_size=64, max_position_embeddings=512)
-    twin.load_state_dict({name: torch.tensor(values) for name, values in expected.items()})
-    torch.testing.assert_close(model(ids).logits, twin(ids).logits, rtol=1e-5, atol=1e-5)
     assert model_name(model) == str(file) and models.WEIGHTS[model] == "GGUF Q4_1"
     err = capsys.readouterr().err
     assert err.startswith(f"preparing {file} from its GGUF file") and "%" not in err.split("\n")[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_file_that_is_not_quantized_is_the_model(family, tiny_tokenizer, tmp_path):
+    original = build_model(family, intermediate_size=64)
+    kind = gguf_world.Kind.F32
+    model, _ = load_model(str(gguf_world.write(tmp_path / "small.gguf", original, tiny_tokenizer, kind)))
+    assert models.model_fingerprint(model) == models.model_fingerprint(original)
+    ids = torch.arange(3, 40)[None]
+    torch.testing.assert_close(model(ids).logits, original(ids).logits, rtol=1e-5, atol=1e-5)
 
 
 def test_the_tokenizer_is_the_files(file, tiny_tokenizer):

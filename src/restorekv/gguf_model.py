@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel, logging
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, logging
 
 from restorekv import gguf_tokenizer
 from restorekv.atomic import HOST, alive, locked
@@ -209,10 +209,14 @@ def convert(file: Path, header: Header, folder: Path) -> None:
     longest = header.of_model("context_length") or 2048
     try:
         tokenizer = gguf_tokenizer.build(header.fields, int(longest))
+        place = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, "local_files_only": True}
         with hushed():
+            config = AutoConfig.from_pretrained(**place)
+            if hasattr(config, "head_dim"):  # of Qwen3's, transformers takes the one of its own default
+                config.head_dim = header.of_model("attention.key_length") or config.head_dim
             model, found = AutoModelForCausalLM.from_pretrained(
-                str(file.parent), gguf_file=file.name, dtype=torch.float32,
-                output_loading_info=True, ignore_mismatched_sizes=True, **UNPACKED,
+                **place, config=config, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True,
+                **UNPACKED,
             )  # fmt: skip
     except Exception as error:  # transformers raises a dozen kinds
         raise unreadable(file, first_sentence(error)) from error
