@@ -117,6 +117,15 @@ def test_own_weights_copies_and_strangers(model, tmp_path, what):
         load(build_model("qwen3", rope_parameters={"rope_type": "default", "rope_theta": 500.0}), path)
 
 
+def test_an_adapter_that_is_trained_on_has_the_weights_it_is_on(model, tmp_path):
+    near = changed(model, rounded(4))
+    with pytest.warns(RestoreKVWarning, match="other weights"):
+        adapter = RestoreAdapter.from_pretrained(near, save_adapter(model, tmp_path / "first"))
+    assert adapter.card.fingerprint == models.model_fingerprint(model)
+    adapter.describe(evictor="kvzip")
+    assert adapter.card.fingerprint == models.model_fingerprint(near) and adapter.card.weights == describe(near)
+
+
 def test_an_adapter_without_a_sketch_needs_its_own_weights(model, tmp_path):
     path = save_adapter(model, tmp_path / "old")
     card = json.loads((path / "restorekv.json").read_text())

@@ -247,6 +247,15 @@ def test_what_is_no_gguf_file(file, tmp_path):
         load_model(str(tmp_path / "nowhere.gguf"))
 
 
+def test_a_file_that_may_not_be_read(file, monkeypatch):
+    def closed(self, *_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+
+    monkeypatch.setattr(Path, "open", closed)
+    with pytest.raises(ModelError, match=r"Cannot read .*small\.gguf \(Permission denied\); check its permissions"):
+        load_model(str(file))
+
+
 def test_without_the_package_gguf(file, monkeypatch, capsys):
     monkeypatch.setattr(gguf_model, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"needs the package gguf; run pip install 'restorekv\[gguf\]'"):

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 import transformers
@@ -52,7 +53,7 @@ class Header:
 def find(name: str) -> Path | None:
     """The GGUF file that `name` stands for, itself or the one in a folder; None for anything else that has a name."""
     if os.path.isfile(name):
-        with open(name, "rb") as file:
+        with opened(Path(name)) as file:
             if file.read(len(MAGIC)) != MAGIC:
                 raise ModelError(f"{name} is a file but not a GGUF file; give a model folder, a GGUF file or a hub id.")
         return Path(name)
@@ -67,6 +68,13 @@ def find(name: str) -> Path | None:
     return None
 
 
+def opened(file: Path) -> BinaryIO:
+    try:
+        return file.open("rb")
+    except OSError as error:
+        raise ModelError(f"Cannot read {file} ({error.strerror}); check its permissions.") from error
+
+
 def installed(package: str) -> Path | None:
     """The GGUF file in a package's folder, which is found without importing the package."""
     spec = find_spec(package)
@@ -76,11 +84,8 @@ def installed(package: str) -> Path | None:
 
 def prepared(file: Path, name: str) -> Path:
     """The transformers folder made from a GGUF file, now if not before; `name` is what the user calls the model."""
-    try:
-        with file.open("rb") as content:
-            key = f"{hashlib.file_digest(content, 'sha256').hexdigest()[:16]}-{VERSION}"
-    except OSError as error:
-        raise ModelError(f"Cannot read the GGUF file {file} ({error.strerror}); check its permissions.") from error
+    with opened(file) as content:
+        key = f"{hashlib.file_digest(content, 'sha256').hexdigest()[:16]}-{VERSION}"
     root = cache_folder()
     if root is not None and whole(root / key):
         return root / key

@@ -191,8 +191,8 @@ def fetched(**how: bool) -> str | None:
         folder = snapshot_download(SMOLLM2_ID, allow_patterns=wanted, ignore_patterns="*/*", **how)
     except Exception:  # offline, unreachable, refused: a dozen kinds
         return None
-    whole = all(Path(folder, name).is_file() for name in ("config.json", "tokenizer.json", "model.safetensors"))
-    return folder if whole else None
+    needed = ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
+    return folder if all(Path(folder, name).is_file() for name in needed) else None
 
 
 def reachable() -> bool:

@@ -182,16 +182,18 @@ class RestoreAdapter(nn.Module):
         data: list[dict] | None = None,
         licence: str | None = None,
     ) -> None:
-        """Records what the adapter is being trained with.
+        """Records what the adapter is being trained with, the model's weights included.
 
         The licence, unless given, follows from the data and, of an adapter that began as a published one, from its own.
         """
         if licence is None and (data or self.card.source):
             licence = licences.of_data([*licences.of_rows(data), *([self.card.licence] if self.card.source else [])])
+        own = card_for(self.model, self.restore_tokens)
         self.card = replace(
-            self.card, evictor=evictor, prefix_policy=prefix_policy, ratio_range=ratio_range,
-            allocation=allocation, restore_from=restore_from,
-            settings=plain(settings), data=plain(data), licence=licence and licences.identifier(licence),
+            self.card, model=own.model, fingerprint=own.fingerprint, local=own.local, weights=own.weights,
+            evictor=evictor, prefix_policy=prefix_policy, ratio_range=ratio_range, allocation=allocation,
+            restore_from=restore_from, settings=plain(settings), data=plain(data),
+            licence=licence and licences.identifier(licence),
         )  # fmt: skip
 
     def report(self, results: list[dict]) -> None:
@@ -294,6 +296,5 @@ class RestoreAdapter(nn.Module):
 def card_for(model: PreTrainedModel, n: int) -> Card:
     """What a model tells of itself."""
     name = model_name(model)
-    local = name not in NAMES and Path(name).exists()
-    told = {"local": local, "weights": base_weights.describe(model)}
-    return Card(name, model_fingerprint(model), rope_fingerprint(model.config), n, **told)
+    own = {"local": name not in NAMES and Path(name).exists(), "weights": base_weights.describe(model)}
+    return Card(name, model_fingerprint(model), rope_fingerprint(model.config), n, **own)
