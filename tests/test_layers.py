@@ -10,8 +10,10 @@ FLOORS = [
     ["errors", "freed"],
     ["spec", "licences"],
     ["budget", "prompt", "storage", "tail", "cache", "joint", "atomic", "allocate"],
-    ["attention"],
+    ["attention", "gguf_tokenizer"],
+    ["gguf_model"],
     ["models"],
+    ["base_weights"],
     [
         "prefill",
         "offload",

@@ -20,6 +20,7 @@ import torch.distributed.fsdp
 from conftest import build_model
 from safetensors.torch import load_file
 
+from restorekv.base_weights import describe
 from restorekv.errors import RestoreKVError
 from restorekv.models import decoder, model_fingerprint
 from restorekv.train import checkpoint
@@ -167,9 +168,9 @@ def test_passes_pair_up_however_many_each_process_makes():
 
     def job(team):
         model = build_model("llama")
-        known = model_fingerprint(model)
+        known = model_fingerprint(model), describe(model)
         spread(model, torch.device("cpu"))
-        assert model_fingerprint(model) == known
+        assert (model_fingerprint(model), describe(model)) == known
         passes = []
         decoder(model).register_forward_pre_hook(lambda *_: passes.append(1))
         with torch.no_grad():

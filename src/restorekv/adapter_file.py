@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from restorekv import base_weights
 from restorekv.errors import AdapterError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -36,7 +37,8 @@ class Card:
 
     `settings`: of the training; `data`: one row a source with source, examples, contexts, licence and more; `results`:
     one row a measurement, with benchmark, ratio, base, restored, full; `source`: the published adapter this is a copy
-    of; `local`: whether `model` was a folder on the machine where it was first loaded.
+    of; `local`: whether `model` was a folder or file on the machine where it was first loaded; `weights`: which of the
+    model's these were, and what tells others of the same model (see base_weights.py).
     """
 
     model: str
@@ -56,11 +58,13 @@ class Card:
     licence: str | None = None
     source: str | None = None
     local: bool | None = None
+    weights: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         rows = [row for rows in (self.data, self.results) if rows is not None for row in rows]
-        if not isinstance(self.settings or {}, dict) or not all(isinstance(row, dict) for row in rows):
-            raise TypeError("settings are a dict, data and results lists of dicts")
+        optional = [each for each in (self.settings, self.weights) if each is not None]
+        if not all(isinstance(each, dict) for each in (*optional, *rows)):
+            raise TypeError("settings and weights are dicts, data and results lists of dicts")
         if not all(isinstance(text, str | None) for text in (self.licence, self.source)):
             raise TypeError("licence and source are texts")
         if not isinstance(self.local, bool | None):
@@ -194,11 +198,11 @@ def digest(path: Path) -> str:
 
 
 def check_model(name: str | Path, card: Card, own: Card) -> None:
-    """The weights and the rotation of the keys must be those the adapter was trained with."""
+    """The model and the rotation of its keys must be those the adapter was trained with; warns of other weights."""
     if card.rope != own.rope:
         raise AdapterError(
             f"The adapter {name} was trained with RoPE {card.rope}, the model has {own.rope}; "
             "load the model with the same RoPE configuration."
         )
-    if card.fingerprint != own.fingerprint:
+    if not base_weights.fits(f"adapter {name}", card, own):
         raise AdapterError(f"The adapter {name} was trained for another model ({card.model}); load that one.")

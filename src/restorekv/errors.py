@@ -27,3 +27,9 @@ class ModelError(RestoreKVError):
 
 class RestoreKVWarning(UserWarning):
     """Something that works but is probably not what was meant, as an adapter trained with another evictor."""
+
+
+def first_sentence(error: BaseException) -> str:
+    """What a library said, short enough for a sentence of ours and without its full stop."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].split(". ")[0].rstrip(".:")

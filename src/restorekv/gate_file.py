@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from restorekv import base_weights
 from restorekv.atomic import replacing
 from restorekv.errors import GateError
 from restorekv.models import CacheShape, bundled_path, model_fingerprint, model_name, rope_fingerprint
@@ -46,12 +47,13 @@ class GateCard:
     target: str
     settings: dict[str, object] = field(default_factory=dict)
     figures: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, object] | None = None
 
     @classmethod
     def of(cls, model: PreTrainedModel, kind: str, target: str, **described: dict) -> "GateCard":
         """For a gate of `model`."""
-        name, fingerprint = model_name(model), model_fingerprint(model)
-        return cls(kind, name, fingerprint, rope_fingerprint(model.config), target, **described)
+        name, fingerprint, weights = model_name(model), model_fingerprint(model), base_weights.describe(model)
+        return cls(kind, name, fingerprint, rope_fingerprint(model.config), target, weights=weights, **described)
 
 
 @dataclass(frozen=True)
@@ -160,25 +162,35 @@ def check_shapes(name: object, kind: str, layers: Sequence[Layer], shape: CacheS
 
 
 def check(name: object, gate: Gate, model: PreTrainedModel, kinds: Sequence[str]) -> None:
-    """The gate is of a kind the evictor reads, and was made for exactly this model."""
+    """The gate is of a kind the evictor reads and was made for this model; warns if for other weights of it."""
     card = gate.card
+    own = GateCard.of(model, card.kind, card.target)
     if card.kind not in kinds:
         raise GateError(f"The gate {name} is of the kind {card.kind}, not {' or '.join(kinds)}; {MAKE}.")
-    if card.rope != rope_fingerprint(model.config):
+    if card.rope != own.rope:
         raise GateError(
-            f"The gate {name} was made with RoPE {card.rope}, the model has {rope_fingerprint(model.config)}; "
+            f"The gate {name} was made with RoPE {card.rope}, the model has {own.rope}; "
             "load the model with the same RoPE configuration."
         )
-    if card.fingerprint != model_fingerprint(model):
+    if not base_weights.fits(f"gate {name}", card, own):
         raise GateError(f"The gate {name} was made for another model ({card.model}); load that one, or {MAKE}.")
     check_shapes(name, card.kind, gate.layers, CacheShape.of(model))
 
 
 def shipped(model: PreTrainedModel, kinds: Sequence[str]) -> Path:
-    """The gate in the package that was made for this model, of the first of `kinds` that there is."""
-    for path in (bundled_path("gates", f"{kind}.safetensors") for kind in kinds):
-        if path.is_file() and json.loads(read_header(path)["card"])["fingerprint"] == model_fingerprint(model):
+    """The gate in the package that was made for this model, of the first of `kinds` that there is.
+
+    One for exactly these weights goes before one for others of the model.
+    """
+    own, found = base_weights.describe(model), []
+    for path in filter(Path.is_file, (bundled_path("gates", f"{kind}.safetensors") for kind in kinds)):
+        card = json.loads(read_header(path)["card"])
+        if card["fingerprint"] == model_fingerprint(model):
             return path
+        if base_weights.similarity(card.get("weights"), own) >= base_weights.ALIKE:
+            found.append(path)
+    if found:
+        return found[0]
     name = model_name(model) or type(model).__name__
     raise GateError(f"No {kinds[0]} gate ships for the model {name}; {MAKE}, and name it with gate=FILE.")
 

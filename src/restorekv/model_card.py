@@ -22,6 +22,7 @@ from restorekv.adapter_file import README, Card, Stored
 from restorekv.card_training import cell, facts, table, training
 from restorekv.card_usage import here, in_kvpress
 from restorekv.errors import AdapterError, RestoreKVWarning
+from restorekv.models import hub_name
 
 NAMELESS = "OWNER/NAME-OR-FOLDER"
 PAPER = "https://arxiv.org/abs/2608.01247"
@@ -116,7 +117,7 @@ def front_matter(card: Card, config: LoraConfig) -> str:
     elif not named:
         licence, licence_name = "other", re.sub(r"[^a-z0-9.]+", "-", licence.lower()).strip("-")
     return ModelCardData(
-        library_name="peft", base_model=card.model if is_hub_id(card) else None,
+        library_name="peft", base_model=hub_name(card.model) if is_hub_id(card) else None,
         tags=TAGS + ["lora"] * bool(config.target_modules),
         license=licence, license_name=licence_name,
     ).to_yaml()  # fmt: skip
@@ -125,7 +126,7 @@ def front_matter(card: Card, config: LoraConfig) -> str:
 def is_hub_id(card: Card) -> bool:
     """Whether others find the base model on the hub; records of before `local` are compared with this machine."""
     local = Path(card.model).exists() if card.local is None else card.local
-    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", card.model)) and not local
+    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", hub_name(card.model))) and not local
 
 
 def method(card: Card, config: LoraConfig) -> str:
@@ -158,6 +159,7 @@ def made_for(card: Card, config: LoraConfig) -> str:
     rows = {
         "base model": f"{card.model}, a folder of whoever trained it" if card.local else card.model,
         "fingerprint of its weights": card.fingerprint,
+        "where these came from": (card.weights or {}).get("source"),
         "RoPE": card.rope,
         "evictor": card.evictor,
         "restore tokens (n)": card.restore_tokens,

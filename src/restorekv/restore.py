@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from restorekv import adapter_file, hub, licences, model_card
+from restorekv import adapter_file, base_weights, hub, licences, model_card
 from restorekv.adapter_file import Card, Stored, plain
 from restorekv.errors import AdapterError, RestoreKVWarning
 from restorekv.lora import NAME, build
-from restorekv.models import BUNDLED, CacheShape, decoder, model_fingerprint, model_name, rope_fingerprint
+from restorekv.models import NAMES, CacheShape, decoder, hub_name, model_fingerprint, model_name, rope_fingerprint
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -77,7 +77,7 @@ class RestoreAdapter(nn.Module):
             raise AdapterError("Fixed embeddings without LoRA leave nothing to train; give LoRA targets or learn them.")
         config = LoraConfig(
             r=rank, lora_alpha=alpha, target_modules=sorted(targets), lora_dropout=0.0, bias="none",
-            task_type="CAUSAL_LM", base_model_name_or_path=model_name(model), inference_mode=True,
+            task_type="CAUSAL_LM", base_model_name_or_path=hub_name(model_name(model)), inference_mode=True,
         )  # fmt: skip
         table = model.get_input_embeddings().weight.detach()
         card = replace(card_for(model, n), embeddings="learned" if fixed is None else "fixed")
@@ -97,9 +97,8 @@ class RestoreAdapter(nn.Module):
         token: str | None = None,
         cache_dir: str | Path | None = None,
     ) -> RestoreAdapter:
-        """From a folder or, at a `revision`, a hub id. Refuses an adapter of another model.
-
-        Warns if `evictor` is not its own, and of a licence that forbids commercial use.
+        """From a folder or, at a `revision`, a hub id. Refuses an adapter of another model; warns if it was trained
+        on other weights of this model, if `evictor` is not its own, and of a licence that forbids commercial use.
         """
         folder = hub.fetch(name, revision, token, cache_dir)
         stored = adapter_file.read(folder)
@@ -183,16 +182,18 @@ class RestoreAdapter(nn.Module):
         data: list[dict] | None = None,
         licence: str | None = None,
     ) -> None:
-        """Records what the adapter is being trained with.
+        """Records what the adapter is being trained with, the model's weights included.
 
         The licence, unless given, follows from the data and, of an adapter that began as a published one, from its own.
         """
         if licence is None and (data or self.card.source):
             licence = licences.of_data([*licences.of_rows(data), *([self.card.licence] if self.card.source else [])])
+        own = card_for(self.model, self.restore_tokens)
         self.card = replace(
-            self.card, evictor=evictor, prefix_policy=prefix_policy, ratio_range=ratio_range,
-            allocation=allocation, restore_from=restore_from,
-            settings=plain(settings), data=plain(data), licence=licence and licences.identifier(licence),
+            self.card, model=own.model, fingerprint=own.fingerprint, local=own.local, weights=own.weights,
+            evictor=evictor, prefix_policy=prefix_policy, ratio_range=ratio_range, allocation=allocation,
+            restore_from=restore_from, settings=plain(settings), data=plain(data),
+            licence=licence and licences.identifier(licence),
         )  # fmt: skip
 
     def report(self, results: list[dict]) -> None:
@@ -295,5 +296,5 @@ class RestoreAdapter(nn.Module):
 def card_for(model: PreTrainedModel, n: int) -> Card:
     """What a model tells of itself."""
     name = model_name(model)
-    local = name != BUNDLED and Path(name).is_dir()
-    return Card(name, model_fingerprint(model), rope_fingerprint(model.config), n, local=local)
+    own = {"local": name not in NAMES and Path(name).exists(), "weights": base_weights.describe(model)}
+    return Card(name, model_fingerprint(model), rope_fingerprint(model.config), n, **own)

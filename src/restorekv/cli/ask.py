@@ -9,6 +9,7 @@ import typer
 from rich.text import Text
 
 from restorekv.atomic import check_target, write_json
+from restorekv.cli import options
 from restorekv.cli.session import open_model, output, phase
 from restorekv.compressed import CompressedContext, ask_many
 from restorekv.context_file import read_header
@@ -19,9 +20,7 @@ def run(
     file: Annotated[Path, typer.Argument(help="A cache file made by compress.")],
     questions: Annotated[list[str], typer.Argument(help="Further cache files (.rkv), then one or more questions.")],
     max_new_tokens: Annotated[int, typer.Option(help="The longest answer, in tokens.")] = 128,
-    model: Annotated[
-        str, typer.Option(help="The model the file was made with: bundled, a folder or a hub id.")
-    ] = "bundled",
+    model: Annotated[str, typer.Option(help=f"The model the file was made with: {options.MODEL_HELP}")] = "bundled",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     json: Annotated[Path | None, typer.Option(help="Write questions and answers here, for programs.")] = None,

@@ -32,7 +32,7 @@ def run(
     ratio: Annotated[list[str], typer.Option(help="A ratio in (0, 1]; repeatable.")] = ("0.4", "0.2", "0.1", "0.05"),
     benchmark: Annotated[list[str], typer.Option(help=BENCHMARK_HELP)] = ("bundled",),
     protocol: Annotated[list[str], typer.Option(help=f"{' or '.join(PROTOCOLS)}; repeatable.")] = ("kvpress",),
-    model: Annotated[list[str], typer.Option(help="bundled, a model folder or a hub id; repeatable.")] = ("bundled",),
+    model: Annotated[list[str], typer.Option(help=f"{options.MODEL_HELP} Repeatable.")] = ("bundled",),
     out: Annotated[Path, typer.Option(help="The run's folder; what it holds is not done again.")] = Path("runs/eval"),
     count: Annotated[int | None, typer.Option(min=1, help="Contexts of each benchmark; else its own.")] = None,
     seed: Annotated[list[int] | None, typer.Option(help="Seed of each benchmark; repeatable.")] = None,

@@ -18,7 +18,8 @@ Preset = Annotated[
     str | None, typer.Option(help="fast (fastkvzip: costs little more than reading) or best (kvzip+), for --evictor.")
 ]
 Adapter = Annotated[str, typer.Option(help=ADAPTER_HELP)]
-Model = Annotated[str, typer.Option(help="bundled, a model folder or a hub id.")]
+MODEL_HELP = "smollm2, tiny (also called bundled), a model folder, a GGUF file or a hub id."
+Model = Annotated[str, typer.Option(help=MODEL_HELP)]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 PrefixPolicy = Annotated[str, typer.Option(help="free: the chat prefix is kept and not counted; counted.")]

@@ -14,7 +14,7 @@ from restorekv.cli import options
 from restorekv.cli.eval import opened
 from restorekv.cli.session import notes, output, quiet
 from restorekv.errors import RestoreKVError, RestoreKVWarning
-from restorekv.models import BUNDLED
+from restorekv.models import BUNDLED, canonical
 from restorekv.paper import plan, setting
 from restorekv.paper.carry_out import carry_out
 from restorekv.paper.exhibits import EXHIBITS, FURTHER, chosen
@@ -47,6 +47,7 @@ def run(
     workers: Annotated[int, typer.Option(min=1, help="Trainings at once; with --ray local, processes.")] = 2,
 ) -> None:
     common = {"seeds": numbers(seeds), "device": device, "dtype": dtype}
+    model = canonical(model)
     if model == BUNDLED and (adapters or data or benchmark):
         raise RestoreKVError("--adapters, --data and --benchmark are for another --model; the bundled one has its own.")
     if model == BUNDLED:

@@ -12,7 +12,7 @@ from restorekv.budget import exact_ratio
 from restorekv.compression import method
 from restorekv.errors import RestoreKVError
 from restorekv.grid.cell import Cell
-from restorekv.models import BUNDLED, bundled_path
+from restorekv.models import BUNDLED, bundled_path, canonical
 from restorekv.prepared import PLAIN
 
 SHIPPED = ""
@@ -44,7 +44,7 @@ class Grid:
         ratios = sorted({shortest(ratio) for ratio in self.ratios}, key=float, reverse=True)
         bare = ("on_tight", "allocation", "restore_from", "offset", "prefix_policy", "restore_tokens", "streaming")
         plain = {key: value for key, value in self.common.items() if key not in bare}
-        for model, protocol, benchmark in product(self.models, self.protocols, self.asked()):
+        for model, protocol, benchmark in product(map(canonical, self.models), self.protocols, self.asked()):
             place = {"model": model, "protocol": protocol, "benchmark": benchmark}
             yield Cell.full(**place, **plain)
             for storage, (text, source), ratio in product(self.storages, self.methods, ratios):

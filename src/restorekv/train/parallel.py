@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from restorekv import models
+from restorekv import base_weights, models
 from restorekv.errors import RestoreKVError
 from restorekv.models import decoder, model_fingerprint, usable_device
 
@@ -215,7 +215,7 @@ def spread(model: PreTrainedModel, device: torch.device) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    models.FINGERPRINTS[model] = model_fingerprint(model)
+    models.FINGERPRINTS[model], base_weights.DESCRIBED[model] = model_fingerprint(model), base_weights.describe(model)
     backbone, mesh = decoder(model), init_device_mesh(device.type, (dist.get_world_size(),))
     for layer in backbone.layers:
         fully_shard(layer, mesh=mesh)

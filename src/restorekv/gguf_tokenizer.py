@@ -1,0 +1,97 @@
+"""The tokenizer that a GGUF file describes, from the file's own fields.
+
+transformers builds one too, but not the file's: 5.2 gives SmolLM2 CodeLlama's extra tokens and a wrong end token, and
+5.23 splits its text as GPT-2 does, so that "\\n\\n1." becomes other tokens than the model was trained on.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # values of tokenizer.ggml.token_type
+SPACE = "\u2581"  # SentencePiece's
+# Words with an optional character before them, runs of {digits} digits, punctuation, line breaks, other white space.
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
+    r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3, QWEN2 = WORDS.format(digits="{1,3}"), WORDS.format(digits="")
+# How a byte-level vocabulary splits text, by tokenizer.ggml.pre (the names are llama.cpp's).
+SPLITS = {
+    **dict.fromkeys(("gpt-2", "mpt", "olmo", "jais", "trillion", "granite-docling"), "gpt2"),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), "digits"),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "dbrx", "smaug-bpe"), LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), QWEN2),
+}
+
+
+def build(fields: Mapping[str, object], longest: int) -> PreTrainedTokenizerFast:
+    """From the file's `tokenizer.*` fields; `longest` is how many positions the model was made for.
+
+    Raises ValueError, with a reason, for a kind of vocabulary or of splitting that is not known here.
+    """
+    own = {key.removeprefix("tokenizer.ggml."): value for key, value in fields.items()}
+    kind, tokens = own.get("model"), own.get("tokens") or []
+    if kind not in ("gpt2", "llama") or not tokens:
+        raise ValueError(f"its tokenizer is of the kind {kind!r}, and only gpt2 and llama are known here")
+    tokenizer = sentencepiece(own, tokens) if kind == "llama" else byte_level(own, tokens)
+    for each, special in ((CONTROL, True), (USER_DEFINED, False)):
+        chosen = [token for token, its in zip(tokens, own.get("token_type") or (), strict=False) if its == each]
+        added = [AddedToken(token, normalized=False, special=special) for token in chosen]
+        tokenizer.add_special_tokens(added) if special else tokenizer.add_tokens(added)
+    ids = {name: own.get(f"{key}_token_id") for name, key in
+           (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))}  # fmt: skip
+    special = {f"{name}_token": tokens[number] for name, number in ids.items() if number is not None}
+    if "bos_token" in special and own.get("add_bos_token", kind == "llama"):
+        bos = special["bos_token"]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, ids["bos"])]
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, model_max_length=longest, chat_template=fields.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False, **special,
+    )  # fmt: skip
+
+
+def byte_level(own: Mapping[str, object], tokens: Sequence[str]) -> Tokenizer:
+    """BPE over bytes, each written as one printable character, as GPT-2, Llama 3 and Qwen have it."""
+    split = SPLITS.get(own.get("pre"))
+    if split is None:
+        raise ValueError(f"how its tokenizer splits text, {own.get('pre')!r}, is not known here")
+    merges = [tuple(merge.split(" ")) for merge in own.get("merges") or ()]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split == LLAMA3))
+    if split == QWEN2:
+        tokenizer.normalizer = normalizers.NFC()
+    first = {"gpt2": None, "digits": pre_tokenizers.Digits(individual_digits=True)}
+    first = first[split] if split in first else pre_tokenizers.Split(Regex(split), "isolated")
+    rest = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split in ("gpt2", "digits"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([first, rest]) if first else rest
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def sentencepiece(own: Mapping[str, object], tokens: Sequence[str]) -> Tokenizer:
+    """BPE over characters with bytes to fall back on, as Llama 2, Mistral and Phi-3 have it; merges go by score."""
+    kinds = own.get("token_type") or [NORMAL] * len(tokens)
+    scores = own.get("scores") or [0.0] * len(tokens)
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    ranked = [
+        (-scores[number], number, (token[:cut], token[cut:]))
+        for number, token in enumerate(tokens)
+        if kinds[number] == NORMAL
+        for cut in range(1, len(token))
+        if token[:cut] in vocabulary and token[cut:] in vocabulary
+    ]
+    merges = [pair for *_, pair in sorted(ranked)]
+    unknown = tokens[own.get("unknown_token_id") or 0]
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    prefix = own.get("add_space_prefix", True)
+    spaces = normalizers.Replace(" ", SPACE)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefix else spaces
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    return tokenizer

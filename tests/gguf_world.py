@@ -1,0 +1,138 @@
+"""Small GGUF files, written with llama.cpp's own package from models and tokenizers made in memory."""
+
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Kind
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+PARTS = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def name_of(parameter: str) -> str:
+    """llama.cpp's name of a parameter of transformers' Llama or Qwen3."""
+    if parameter in NAMES:
+        return NAMES[parameter]
+    _, _, layer, part = parameter.split(".", 3)
+    return f"blk.{layer}.{PARTS[part.removesuffix('.weight')]}.weight"
+
+
+def places(parameter: str, rows: int, model: PreTrainedModel) -> np.ndarray:
+    """Where in transformers' matrix the rows of llama.cpp's lie.
+
+    It has the two halves of a head's RoPE pairs in turn, of queries and keys of the architecture llama.
+    """
+    config = model.config
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    count = next((count for part, count in heads.items() if part in parameter), None)
+    if config.model_type != "llama" or count is None:
+        return np.arange(rows)
+    half = rows // count // 2
+    order = [(head, side, pair) for head in range(count) for pair in range(half) for side in (0, 1)]
+    return np.array([(head * 2 + side) * half + pair for head, side, pair in order])
+
+
+def write(
+    path: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    kind: Kind = Kind.Q4_1,
+    without: str = "",
+    architecture: str | None = None,
+    extra: dict[str, object] | None = None,
+) -> Path:
+    """The whole model; matrices in `kind`, the parameter `without` left out, `extra` fields added or replaced."""
+    config = model.config
+    architecture = architecture or config.model_type
+    writer = gguf.GGUFWriter(path, architecture)
+    fields = {
+        "general.name": "Run 7 Ep2",
+        "general.file_type": int(gguf.LlamaFileType.MOSTLY_Q4_1),
+        f"{architecture}.block_count": config.num_hidden_layers,
+        f"{architecture}.context_length": config.max_position_embeddings,
+        f"{architecture}.embedding_length": config.hidden_size,
+        f"{architecture}.feed_forward_length": config.intermediate_size,
+        f"{architecture}.attention.head_count": config.num_attention_heads,
+        f"{architecture}.attention.head_count_kv": config.num_key_value_heads,
+        f"{architecture}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        f"{architecture}.attention.key_length": config.head_dim,
+        f"{architecture}.attention.value_length": config.head_dim,
+        f"{architecture}.vocab_size": config.vocab_size,
+        f"{architecture}.rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        **tokenizer_fields(tokenizer),
+        **(extra or {}),
+    }
+    for key, value in fields.items():
+        add(writer, key, value)
+    for parameter, weight in model.state_dict().items():
+        values = weight.numpy()
+        values = values[places(parameter, len(values), model)]
+        its = kind if values.ndim > 1 else Kind.F32
+        if parameter != without:
+            writer.add_tensor(name_of(parameter), gguf.quants.quantize(values, its), raw_dtype=its)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def add(writer: gguf.GGUFWriter, key: str, value: object) -> None:
+    """With the type that llama.cpp gives such a value."""
+    if isinstance(value, list):
+        writer.add_array(key, value)
+    elif isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    else:
+        writer.add_string(key, value)
+
+
+def tokenizer_fields(tokenizer: PreTrainedTokenizerFast) -> dict[str, object]:
+    """Those of a byte-level BPE."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    tokens = sorted(state["model"]["vocab"], key=state["model"]["vocab"].get)
+    special = {each["content"] for each in state["added_tokens"]}
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if token in special else 1 for token in tokens],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in state["model"]["merges"]],
+        "tokenizer.ggml.eos_token_id": tokenizer.eos_token_id,
+        "tokenizer.ggml.padding_token_id": tokenizer.pad_token_id,
+        "tokenizer.chat_template": tokenizer.chat_template,
+    }
+
+
+def dequantized(path: Path, model: PreTrainedModel) -> dict[str, np.ndarray]:
+    """Every weight by transformers' names and in its order, computed by the package gguf from the file alone."""
+    tensors = {each.name: each for each in gguf.GGUFReader(path).tensors}
+    found = {}
+    for parameter in model.state_dict():
+        tensor = tensors[name_of(parameter)]
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        found[parameter] = values[np.argsort(places(parameter, len(values), model))]
+    return found
