@@ -153,7 +153,7 @@ def test_the_model_card_says_which_weights(model, tmp_path):
 
 
 def test_a_shipped_gate_for_these_very_weights_goes_first(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(gate_file, "bundled_path", lambda *parts: tmp_path.joinpath(*parts))
+    monkeypatch.setattr(gate_file, "shipped_path", lambda model, *parts: tmp_path.joinpath(*parts))
     (tmp_path / "gates").mkdir()
     save_gate(changed(model, rounded(4)), tmp_path / "gates" / "first.safetensors")
     assert gate_file.shipped(model, ("first", "second")).stem == "first"

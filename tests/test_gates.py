@@ -247,7 +247,7 @@ def test_a_gate_is_read_once_per_model_and_again_when_it_changes(tmp_path, monke
 
 def test_auto_is_the_shipped_gate_of_this_very_model(tmp_path, monkeypatch):
     model = build_model("qwen3")
-    monkeypatch.setattr(gate_file, "bundled_path", lambda *parts: tmp_path.joinpath(*parts))
+    monkeypatch.setattr(gate_file, "shipped_path", lambda model, *parts: tmp_path.joinpath(*parts))
     (tmp_path / "gates").mkdir()
     with pytest.raises(GateError, match=r"No fastkvzip gate ships.*train-gate.*convert-gate.*gate=FILE"):
         evictors.make("fastkvzip").load(model)

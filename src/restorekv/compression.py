@@ -26,7 +26,7 @@ from restorekv.compressed import CompressedContext
 from restorekv.errors import AdapterError, BudgetError, RestoreKVError, RestoreKVWarning
 from restorekv.freed import give_back
 from restorekv.manifest import describe
-from restorekv.models import BUNDLED, CacheShape, bundled_path, model_name
+from restorekv.models import BUNDLED, SHIPPING, CacheShape, bundled_path, canonical, model_name, shipped_path
 from restorekv.offload import offloaded
 from restorekv.prefill import prefill
 from restorekv.prepared import PLAIN, Conventions, Prepared, timed
@@ -236,7 +236,7 @@ def load_adapter(
             raise AdapterError("am-fast restores nothing; leave out the adapter.")
         return None
     if adapter == "auto":
-        adapter = bundled_adapter(model, eviction.evictor.spec)
+        adapter = shipped_adapter(model_name(model), eviction.evictor.spec)
         if adapter and eviction.conventions.offset:
             warnings.warn(
                 "An offset is a control without restoring: no adapter is used.", RestoreKVWarning, stacklevel=3
@@ -261,7 +261,8 @@ def load_adapter(
     return adapter if restore_tokens is None else adapter.first(restore_tokens)
 
 
-def bundled_adapter(model: PreTrainedModel, evictor: str) -> Path | None:
-    """The folder shipped for this evictor if `model` is the bundled one."""
-    folder = bundled_path("adapters", evictor)
-    return folder if model_name(model) == BUNDLED and folder.is_dir() else None
+def shipped_adapter(model: str, evictor: str) -> Path | None:
+    """The folder that ships for the model of that name and this evictor, if one does."""
+    name = canonical(model)
+    folder = shipped_path(name, "adapters", evictor)
+    return folder if name in SHIPPING and folder.is_dir() else None

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from restorekv import base_weights
 from restorekv.atomic import replacing
 from restorekv.errors import GateError
-from restorekv.models import CacheShape, bundled_path, model_fingerprint, model_name, rope_fingerprint
+from restorekv.models import SHIPPING, CacheShape, model_fingerprint, model_name, rope_fingerprint, shipped_path
 
 FORMAT, VERSION = "restorekv-gate", "1"
 TARGETS = {"fastkvzip": "kvzip", "kvzap-linear": "kvzip+", "kvzap-mlp": "kvzip+"}  # whose scores each kind predicts
@@ -183,7 +183,8 @@ def shipped(model: PreTrainedModel, kinds: Sequence[str]) -> Path:
     One for exactly these weights goes before one for others of the model.
     """
     own, found = base_weights.describe(model), []
-    for path in filter(Path.is_file, (bundled_path("gates", f"{kind}.safetensors") for kind in kinds)):
+    places = (shipped_path(name, "gates", f"{kind}.safetensors") for kind in kinds for name in SHIPPING)
+    for path in filter(Path.is_file, places):
         card = json.loads(read_header(path)["card"])
         if card["fingerprint"] == model_fingerprint(model):
             return path

