@@ -83,10 +83,7 @@ def bundled_path(*parts: str) -> Path:
 
 
 def shipped_path(name: str, *parts: str) -> Path:
-    """A path inside the folder of what the package holds for a model, by its name in records; it need not be there.
-
-    The folder has adapters/EVICTOR and gates/KIND.safetensors.
-    """
+    """A path in the package's folder for a model, by its name in records: adapters/EVICTOR, gates/KIND.safetensors."""
     return Path(str(files("restorekv"))).joinpath(name, *parts)
 
 
