@@ -82,12 +82,13 @@ def interval(
 
 
 def resampled(sums: np.ndarray, counts: np.ndarray, seed: int = 0) -> np.ndarray:
-    """The mean over families in points of every resampled set of documents: (RESAMPLES,)."""
+    """The mean over families in points of every resampled set of documents: (RESAMPLES,); NaN where it has none."""
     parts = []
     for drawn in np.array_split(resamples(len(counts), seed), max(RESAMPLES // BLOCK, 1)):
         totals = drawn @ counts
-        means = np.where(totals > 0, drawn @ sums / np.where(totals > 0, totals, 1), np.nan)
-        parts.append(100 * np.nanmean(means, axis=1))
+        means = np.where(totals > 0, drawn @ sums / np.where(totals > 0, totals, 1), 0).sum(1)
+        families = (totals > 0).sum(1)
+        parts.append(100 * means / np.where(families > 0, families, np.nan))
     return np.concatenate(parts)
 
 

@@ -32,5 +32,5 @@ def jobs(cells: Iterable[Cell]) -> list[Job]:
     for key in [key for key in found if key[-1] == FULL]:
         host = next((other for other in found if other[:-1] == key[:-1] and other != key), None)
         if host:
-            found[host] = found.pop(key) + found[host]
+            found[host] += found.pop(key)  # last, so that what shares its scores bears their time
     return [Job(tuple(members)) for members in found.values()]
