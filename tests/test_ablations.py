@@ -83,7 +83,7 @@ def test_the_mismatched_adapter_is_used_with_the_other_evictor(tmp_path):
     (mismatch,) = chosen("mismatch", setting)
     row = mismatch.rows["mismatched"]
     assert setting.training(row.adapter, 1).config == replace(ABLATIONS, evictor="snapkv", seed=1)
-    cell = setting.cell(row, mismatch.places[0], setting.located(row)[0])
+    cell = setting.cells(row, mismatch.places[0], setting.located(row)[0])[0]
     assert cell.evictor == "kvzip" and "evictor=snapkv" in cell.adapter
 
 

@@ -21,7 +21,7 @@ ONLY = "fast-kvzip,metrics"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Three cells on two documents."""
+    """Three cells and the full cache on two documents."""
     out = tmp_path_factory.mktemp("paper") / "runs" / "paper"
     return out, cli("paper", out, "--only", ONLY, "--count", 2)
 
@@ -32,7 +32,7 @@ def test_from_nothing(made):
     assert str(out / "report" / "index.html") in result.out.replace("\n", "")
     assert "Figure A (kvzip)" in result.err and "Figure A (fastkvzip)" in result.err
     found = {(one.cell.evictor, one.cell.restored): one for one in load(out)}
-    assert set(found) == {("kvzip", False), ("fastkvzip", False), ("fastkvzip", True)}
+    assert set(found) == {("kvzip", False), ("fastkvzip", False), ("fastkvzip", True), ("full", False)}
     assert all(one.done and one.facts["prefix_policy"] == "free" for one in found.values())
     told = json.loads((out / "report" / "paper.json").read_text())["exhibits"]
     assert list(told) == ["fast-kvzip", "metrics"]
@@ -108,7 +108,7 @@ def test_another_model_goes_on_where_data_is_not_at_hand(tmp_path, tiny_tokenize
 def test_a_list_measures_nothing(tmp_path):
     result = cli("paper", tmp_path / "new", "--list", "--only", "methods,offset")
     assert result.code == 0 and not (tmp_path / "new").exists()
-    assert "Table 1" in result.out and "Table B" in result.out and "47 cells in all" in result.out
+    assert "Table 1" in result.out and "Table B" in result.out and "48 cells in all" in result.out
 
 
 def test_missing_adapters_are_told(tmp_path):
@@ -178,3 +178,11 @@ def test_seconds_of_a_cache_count_what_other_cells_bear(made):
         first, second = lines[0][sample], lines[1][sample]
         phases = [max(first.get(name, 0), second.get(name, 0)) for name in ("prefill", "score")]
         assert took == pytest.approx(sum(phases) + second["restore"] + second["evict"])
+
+
+def test_the_full_cache_bears_no_time_of_others(made):
+    """It rides with KVzip, whose prefill and scores count for KVzip."""
+    found = {one.cell.evictor: one for one in load(made[0]) if not one.cell.restored}
+    phases = {evictor: set(json.loads(found[evictor].folder.joinpath("seconds.jsonl").read_text().splitlines()[0]))
+              for evictor in ("full", "kvzip")}  # fmt: skip
+    assert {"prefill", "score"} <= phases["kvzip"] and phases["full"].isdisjoint({"prefill", "score"})

@@ -26,7 +26,7 @@ from restorekv.compressed import CompressedContext
 from restorekv.errors import AdapterError, BudgetError, RestoreKVError, RestoreKVWarning
 from restorekv.freed import give_back
 from restorekv.manifest import describe
-from restorekv.models import BUNDLED, SHIPPING, CacheShape, bundled_path, canonical, model_name, shipped_path
+from restorekv.models import SHIPPING, CacheShape, canonical, model_name, shipped_path
 from restorekv.offload import offloaded
 from restorekv.prefill import prefill
 from restorekv.prepared import PLAIN, Conventions, Prepared, timed
@@ -37,7 +37,6 @@ from restorekv.storage import check
 from restorekv.streamed import Stream, parts
 
 Progress = Callable[[str], None]
-ABLATION = f"{BUNDLED}:"  # before the name of an adapter of the paper's ablations that ships, wherever the package lies
 METHODS: dict[str, type[AttentionMatching]] = {"am-fast": AttentionMatching}
 DEFAULT = "kvzip"
 PRESETS = {"fast": "fastkvzip", "best": "kvzip+"}  # scores come with the prefill; scores follow two more passes
@@ -228,8 +227,8 @@ def load_adapter(
 ) -> RestoreAdapter | None:
     """The adapter itself, or one from a folder, the hub, ("auto") the package or ("published") the paper's authors.
 
-    "bundled:NAME" is one of the package's ablations. `restore_tokens` takes its first so many. Warns if it is for
-    another use.
+    "bundled:NAME" or "smollm2:NAME" is one of the package's, see `shipped_ablation`. `restore_tokens` takes its first
+    so many. Warns if it is for another use.
     """
     if isinstance(eviction, AttentionMatching):
         if adapter not in (None, "auto"):
@@ -244,8 +243,8 @@ def load_adapter(
             adapter = None
     elif adapter == "published":
         adapter = hub.published_name(model_name(model), eviction.evictor.spec)
-    elif isinstance(adapter, str) and adapter.startswith(ABLATION):
-        adapter = bundled_path("ablations", adapter.removeprefix(ABLATION))
+    elif isinstance(adapter, str):
+        adapter = shipped_ablation(adapter) or adapter
     if adapter is None:
         if eviction.conventions.restore_from != "full":
             raise RestoreKVError("restore_from is about a restore pass, and there is no adapter; give one.")
@@ -266,3 +265,15 @@ def shipped_adapter(model: str, evictor: str) -> Path | None:
     name = canonical(model)
     folder = shipped_path(name, "adapters", evictor)
     return folder if name in SHIPPING and folder.is_dir() else None
+
+
+def shipped_ablation(name: str) -> Path | None:
+    """The folder that "MODEL:NAME" tells of, wherever the package lies, if it ships.
+
+    It is an adapter of the paper's ablations, or the one of the evictor NAME, for use with another evictor.
+    """
+    model, _, own = name.partition(":")
+    if model not in SHIPPING or not own:
+        return None
+    places = (shipped_path(model, kind, own) for kind in ("ablations", "adapters"))
+    return next((place for place in places if place.is_dir()), None)

@@ -1,5 +1,6 @@
 """`restorekv paper`: every table and figure of the paper, beside the paper's own figures."""
 
+import shlex
 import shutil
 import warnings
 from pathlib import Path
@@ -9,17 +10,19 @@ import typer
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 
-from restorekv.atomic import check_target
+from restorekv.atomic import check_target, replacing
 from restorekv.cli import options
 from restorekv.cli.eval import opened
 from restorekv.cli.session import notes, output, quiet
 from restorekv.errors import RestoreKVError, RestoreKVWarning
-from restorekv.models import BUNDLED, canonical
-from restorekv.paper import plan, setting
+from restorekv.models import BUNDLED, SMOLLM2, canonical
+from restorekv.paper import plan, setting, smollm2
 from restorekv.paper.carry_out import carry_out
 from restorekv.paper.exhibits import EXHIBITS, FURTHER, chosen
 from restorekv.paper.training import train_all
-from restorekv.paper.write import write
+from restorekv.paper.write import CHARTS, write
+
+RESULTS = "results"
 
 Out = Annotated[Path, typer.Argument(help="The run's folder; what it holds is not done again.")]
 Only = Annotated[str, typer.Option(help=f"Some of {', '.join((*EXHIBITS, *FURTHER))}, with commas.")]
@@ -27,6 +30,7 @@ Markdown = Annotated[Path | None, typer.Option(help="The tables here too, and th
 
 
 def run(
+    context: typer.Context,
     out: Out = Path("runs/paper"),
     model: options.Model = BUNDLED,
     adapters: Annotated[str | None, typer.Option(help="With --model: a folder by evictor, or published.")] = None,
@@ -46,19 +50,13 @@ def run(
     ray: Annotated[str | None, typer.Option(help="Spread over Ray: local, auto or an address.")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Trainings at once; with --ray local, processes.")] = 2,
 ) -> None:
-    common = {"seeds": numbers(seeds), "device": device, "dtype": dtype}
-    model = canonical(model)
-    if model == BUNDLED and (adapters or data or benchmark):
-        raise RestoreKVError("--adapters, --data and --benchmark are for another --model; the bundled one has its own.")
-    if model == BUNDLED:
-        asked = setting.bundled(out, count, **common)
-    else:
-        asked = setting.backbone(out, model, adapters, count, given=benchmark or (), data=data, **common)
+    common = {"count": count, "seeds": numbers(seeds), "device": device, "dtype": dtype}
+    asked = setting_of(out, canonical(model), adapters, benchmark or [], data, common)
     exhibits = chosen(only, asked)
     if listed:
         tell_list(exhibits, asked)
         return
-    if retrain and model != BUNDLED and data is None:
+    if retrain and not asked.bundled and data is None:
         raise RestoreKVError("--retrain on another model needs --data, what is trained on.")
     if markdown:
         check_target(markdown)
@@ -69,7 +67,7 @@ def run(
     with warnings.catch_warnings(), opened(ray, workers, device) as pool, bar() as progress:
         warnings.simplefilter("ignore", RestoreKVWarning)  # mismatched adapters are what some tables are about
         done = carry_out(exhibits, asked, out, told(progress), pool)
-    page = write(exhibits, asked, done, out)
+    page = write(exhibits, asked, done, out, typed(context))
     if markdown:
         copy(page.parent, markdown)
     for exhibit in exhibits:
@@ -78,12 +76,60 @@ def run(
     output.print(f"Wrote {escape(str(page))}", soft_wrap=True)
 
 
+def setting_of(
+    out: Path, model: str, adapters: str | None, benchmarks: list[str], data: Path | None, common: dict[str, object]
+) -> setting.Setting:
+    """What the model is asked; refuses what is for another one."""
+    if model == BUNDLED and (adapters or data or benchmarks):
+        raise RestoreKVError("--adapters, --data and --benchmark are for another --model; the bundled one has its own.")
+    if model == SMOLLM2 and benchmarks:
+        raise RestoreKVError("--benchmark is for another --model; smollm2 has benchmarks that ship, see --count.")
+    if model == BUNDLED:
+        return setting.bundled(out, **common)
+    if model == SMOLLM2:
+        return smollm2.smollm2(out, adapters=adapters, data=data, **common)
+    return setting.backbone(out, model, adapters, given=benchmarks, data=data, **common)
+
+
 def copy(report: Path, markdown: Path) -> None:
-    """The report's Markdown, and its figures under the same name in results/."""
-    results = markdown.parent / "results"
-    results.mkdir(exist_ok=True)
-    shutil.copyfile(report / "paper.md", markdown)
-    shutil.copyfile(report / "paper.json", results / f"{markdown.stem}.json")
+    """The report's Markdown; its figures, and a folder of its charts, under the same name in results/ beside it.
+
+    Where the Markdown is in a folder results/ itself, they are there too.
+    """
+    results = markdown.parent if markdown.parent.name == RESULTS else markdown.parent / RESULTS
+    charts = results / markdown.stem
+    charts.mkdir(parents=True, exist_ok=True)
+    drawn = {path.name for path in (report / CHARTS).iterdir()}
+    for path in charts.glob("*.svg"):
+        if path.name not in drawn:  # of an earlier page
+            path.unlink()
+    for name in sorted(drawn):
+        put(report / CHARTS / name, charts / name)
+    if not drawn:
+        charts.rmdir()
+    put(report / "paper.json", results / f"{markdown.stem}.json")
+    text = (report / "paper.md").read_text(encoding="utf-8")
+    with replacing(markdown) as temporary:
+        place = charts.relative_to(markdown.parent).as_posix()
+        temporary.write_text(text.replace(f"]({CHARTS}/", f"]({place}/"), encoding="utf-8")
+
+
+def put(source: Path, target: Path) -> None:
+    """A whole copy or none."""
+    with replacing(target) as temporary:
+        shutil.copyfile(source, temporary)
+
+
+def typed(context: typer.Context) -> str:
+    """The command line, without what it leaves to the defaults."""
+    told = ["restorekv", "paper"]
+    for given in context.command.params:
+        values = context.params[given.name]
+        if context.get_parameter_source(given.name).name == "COMMANDLINE":
+            for value in values if isinstance(values, (list, tuple)) else [values]:
+                told += given.opts[:1] if given.param_type_name == "option" else []
+                told += [] if value is True else [str(value)]
+    return shlex.join(told)
 
 
 def numbers(given: str) -> tuple[int, ...]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from restorekv.grid.cell import Cell
 from restorekv.grid.results import SECONDS, Result, complete_lines
 from restorekv.paper.exhibit import Comparison, Place
-from restorekv.paper.scores import Runs, Scores
-from restorekv.paper.setting import Setting
+from restorekv.paper.scores import Scores
+from restorekv.paper.setting import Bench, Setting
 from restorekv.paper.study import Study
 from restorekv.paper.training import Training
+from restorekv.stats import Answer, without_loss
 
 Exhibit = Comparison | Study
+Asked = tuple[str, str, float]  # a row, a benchmark of the paper, a ratio
 
 
 @dataclass(frozen=True)
@@ -31,18 +33,28 @@ def needs(exhibit: Exhibit, setting: Setting) -> list[Need]:
     if isinstance(exhibit, Study):
         return []
     return [
-        Need(name, each, seed, setting.cell(row, each, adapter))
+        Need(name, each, seed, cell)
         for name, row in exhibit.rows.items()
         for seed, adapter in setting.located(row).items()
         if seed is None or adapter is not None
         for place in exhibit.places
         for each in place.each[:1]
+        for cell in setting.cells(row, each, adapter)
     ]
 
 
 def cells(exhibits: Sequence[Exhibit], setting: Setting) -> list[Cell]:
-    """Each once, in the order in which the exhibits ask."""
-    return list(dict.fromkeys(need.cell for exhibit in exhibits for need in needs(exhibit, setting)))
+    """Each once, in the order in which the exhibits ask; the full cache's, which decide what counts, with the rest."""
+    found: dict[Cell, None] = {}
+    for exhibit in exhibits:
+        found |= dict.fromkeys(need.cell for need in needs(exhibit, setting))
+        found |= dict.fromkeys(cell for key in asked(exhibit) for cell in setting.full(key))
+    return list(found)
+
+
+def asked(exhibit: Exhibit) -> list[str]:
+    """The paper's benchmarks that a comparison asks."""
+    return list(dict.fromkeys(place.benchmark for place in exhibit.places)) if isinstance(exhibit, Comparison) else []
 
 
 def trainings(exhibits: Sequence[Exhibit], setting: Setting) -> list[Training]:
@@ -69,11 +81,13 @@ def unreachable(exhibit: Exhibit, setting: Setting, failed: Mapping[tuple[str, s
     """Evictors on benchmarks, or the study itself, that could not be measured, and why (`carry_out.Done.failed`)."""
     if isinstance(exhibit, Study):
         return [failed[exhibit.name, ""]] if (exhibit.name, "") in failed else []
-    used = dict.fromkeys(place.benchmark for place in exhibit.places)
-    asked = [(setting.benches[key], row.evictor) for key in used for row in exhibit.rows.values()]
-    told = (
-        f"{bench.title}: {failed[bench.spec, evictor]}" for bench, evictor in asked if (bench.spec, evictor) in failed
-    )
+    told = [
+        f"{bench.title}: {failed[spec, row.evictor]}"
+        for bench in map(setting.benches.get, asked(exhibit))
+        for spec in bench.specs
+        for row in exhibit.rows.values()
+        if (spec, row.evictor) in failed
+    ]
     return list(dict.fromkeys(told))
 
 
@@ -97,26 +111,69 @@ def seeds_told(exhibit: Comparison, setting: Setting) -> str:
 
 
 def scores(exhibit: Comparison, setting: Setting, results: Mapping[Cell, Result]) -> Scores:
-    """Of the cells that are done."""
-    runs: dict[tuple[str, str, float], dict] = {}
-    for need in needs(exhibit, setting):
-        if need.cell in results and results[need.cell].done:
-            key = (need.row, need.place.benchmark, need.place.ratio)
-            runs.setdefault(key, {})[need.seed] = results[need.cell].answers
-    used = list(dict.fromkeys(place.benchmark for place in exhibit.places))
-    asked = list(dict.fromkeys(setting.benches[key].spec for key in used))
-    tasks = {(key, part): of for key in used for part, of in setting.benches[key].parts.items()}
+    """Of the cells that are done; tasks on which the full cache scores below 10 are left out of every mean."""
+    used = asked(exhibit)
+    runs = {spot: {seed: answers(found) for seed, found in by_seed.items()}
+            for spot, by_seed in measured(exhibit, setting, results).items()}  # fmt: skip
+    sets = list(dict.fromkeys(setting.benches[key].specs for key in used))
+    whole = {key: full_answers(key, setting, results) for key in used}
+    out = {key: nothing_to_lose(setting.benches[key], told) for key, told in whole.items()}
     made = Scores(
-        checked(runs), tasks, frozenset(key for key in used if setting.benches[key].by_context),
-        {key: asked.index(setting.benches[key].spec) for key in used},
+        runs, {(key, part): counted_tasks(of, whole[key], out[key])
+               for key in used for part, of in setting.benches[key].parts.items()},
+        frozenset(key for key in used if setting.benches[key].by_context),
+        {key: sets.index(setting.benches[key].specs) for key in used}, out,
     )  # fmt: skip
     made.check()
     return made
 
 
-def checked(runs: dict[tuple[str, str, float], Runs]) -> dict[tuple[str, str, float], Runs]:
-    """Seeds in their order."""
-    return {key: dict(sorted(found.items(), key=str)) for key, found in runs.items()}
+def measured(
+    exhibit: Comparison, setting: Setting, results: Mapping[Cell, Result]
+) -> dict[Asked, dict[int | None, list[Result]]]:
+    """What is done of every row, benchmark and ratio, by seed in their order: a result for each spec, all or none."""
+    wanted: dict[Asked, dict[int | None, list[Cell]]] = {}
+    for need in needs(exhibit, setting):
+        held = wanted.setdefault((need.row, need.place.benchmark, need.place.ratio), {}).setdefault(need.seed, [])
+        held += [need.cell] if need.cell not in held else []
+    done = {cell for cell, result in results.items() if result.done}
+    found = {
+        spot: {seed: [results[cell] for cell in by_seed[seed]] for seed in sorted(by_seed, key=str)
+               if done.issuperset(by_seed[seed])}
+        for spot, by_seed in wanted.items()
+    }  # fmt: skip
+    return {spot: by_seed for spot, by_seed in found.items() if by_seed}
+
+
+def answers(found: Sequence[Result]) -> list[Answer]:
+    """Of one result, or of several as one benchmark, whose documents are told apart."""
+    if len(found) == 1:
+        return found[0].answers
+    return [
+        replace(answer, document=f"{result.cell.benchmark}: {answer.document}")
+        for result in found
+        for answer in result.answers
+    ]
+
+
+def full_answers(key: str, setting: Setting, results: Mapping[Cell, Result]) -> list[Answer]:
+    """The full cache's to all that stands for a benchmark of the paper; none where they are not at hand."""
+    found = [results[cell] for cell in setting.full(key) if cell in results and results[cell].done]
+    return answers(found) if len(found) == len(setting.benches[key].specs) else []
+
+
+def nothing_to_lose(bench: Bench, full: Sequence[Answer]) -> list[str]:
+    """The benchmark's tasks on which the full cache, which gave the answers, scores below 10."""
+    below, named = without_loss(full, bench.by_context) if full else [], bench.all_tasks
+    return [task for task in below if not named or task in named]
+
+
+def counted_tasks(tasks: tuple[str, ...], full: Sequence[Answer], out: Sequence[str]) -> tuple[str, ...]:
+    """Those of a part (none: all of them) that its mean is over: without those left `out`, unless that is every one."""
+    if not out:
+        return tasks
+    every = dict.fromkeys(answer.family for answer in full)
+    return tuple(task for task in every if task not in out and (not tasks or task in tasks)) or tasks
 
 
 def seconds(exhibit: Comparison, setting: Setting, results: Mapping[Cell, Result]) -> dict[str, dict[str, float]]:

@@ -24,27 +24,35 @@ class Scores:
     """`runs` by row, benchmark and ratio; `tasks` by benchmark and part (empty: all of them, absent: no counterpart).
 
     `full` names the row of the full cache; `by_context` the benchmarks whose tasks are means over contexts' means;
-    `sets` numbers the sets of contexts, so that benchmarks that share one are resampled alike.
+    `sets` numbers the sets of contexts, so that benchmarks that share one are resampled alike; `left_out` are a
+    benchmark's tasks on which the full cache scores too little to lose, which `tasks` lacks unless there is no other.
     """
 
     runs: Mapping[tuple[str, str, float], Runs]
     tasks: Mapping[tuple[str, str], tuple[str, ...]]
     by_context: frozenset[str] = frozenset()
     sets: Mapping[str, int] = field(default_factory=dict)
+    left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
     full: str = "full"
     drawn: dict = field(default_factory=dict, compare=False, repr=False)
 
     def known(self, row: str, place: Place) -> list[Place]:
-        """The places behind `place` that have answers and a counterpart."""
+        """The places behind `place` that have answers and a counterpart; of several those with something to lose."""
         if not self.runs.get((row, place.benchmark, place.ratio)):
             return []
         if place.relative and not self.known(self.full, Place(place.benchmark, place.ratio, parts=place.parts)):
             return []
-        return [
+        found = [
             each
             for each in place.each
             if (each.benchmark, each.part) in self.tasks and all(self.answers(row, each).values())
         ]
+        return [each for each in found if not self.lost(each)] or found
+
+    def lost(self, place: Place) -> bool:
+        """Whether all tasks of a part are left out of means."""
+        out, tasks = self.left_out.get(place.benchmark, ()), self.tasks[place.benchmark, place.part]
+        return bool(out) and set(tasks or out) <= set(out)
 
     def has(self, spot: Spot) -> bool:
         return bool(self.known(*spot))

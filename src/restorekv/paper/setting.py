@@ -8,13 +8,13 @@ from pathlib import Path
 
 from restorekv import hub, tasks
 from restorekv.bundled import world
-from restorekv.compression import ABLATION
+from restorekv.compression import shipped_ablation, shipped_adapter
 from restorekv.errors import AdapterError, RestoreKVError
 from restorekv.grid.cell import FULL, Cell
-from restorekv.models import BUNDLED, bundled_path
+from restorekv.models import BUNDLED
 from restorekv.paper.exhibit import OWN, Place, Row
 from restorekv.paper.recipe import ABLATIONS, CONTEXTS, LONGEST
-from restorekv.paper.training import CARD, Setup, Training
+from restorekv.paper.training import Setup, Training
 from restorekv.train.config import TrainConfig
 
 DOCUMENTS, LONG_DOCUMENTS = 104, 52
@@ -22,13 +22,20 @@ CATEGORIES = ("S-QA", "M-QA", "Summ", "Few-shot", "Synth", "Code")
 PUBLISHED = "published"
 SEEDS = (0, 1, 2)
 ASKED = ("ruler", "qasper", "quality", "longhealth", "longbench", "scbench")
+ABOUT_BUNDLED = (
+    "The paper's figures are of other models and other questions: what can be compared is the order of rows and the "
+    "size of gains, not the scores. The bundled adapters were trained with the chat prefix kept beside the budget, so "
+    "they are asked so here. Where n restore tokens exceed the budget of a short document, fewer are used."
+)
 
 
 @dataclass(frozen=True)
 class Bench:
     """What is asked where the paper asks the benchmark `title`.
 
-    `parts` are the tasks of each of its parts (no tasks: all of them); `standing` says in a sentence what stands in.
+    `parts` are the tasks of each of its parts (no tasks: all of them); `standing` says in a sentence what stands in,
+    `name` what that is called. `more` are further benchmarks whose tasks, which have names of their own, count with
+    those of `spec`.
     """
 
     title: str
@@ -36,6 +43,18 @@ class Bench:
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"": ()})
     standing: str = ""
     protocol: str = "kvpress"
+    name: str = ""
+    more: tuple[str, ...] = ()
+
+    @property
+    def specs(self) -> tuple[str, ...]:
+        return (self.spec, *self.more)
+
+    @property
+    def all_tasks(self) -> tuple[str, ...]:
+        """Those of all its parts; none where a part has all."""
+        parts = list(self.parts.values())
+        return () if () in parts else tuple(task for tasks in parts for task in tasks)
 
     @property
     def by_context(self) -> bool:
@@ -44,14 +63,18 @@ class Bench:
     @property
     def shown(self) -> str:
         """The title over figures, which are of something else where something stands in."""
-        return f"{self.title} (stand-in)" if self.standing else self.title
+        if not self.standing:
+            return self.title
+        return f"{self.name} (for {self.title})" if self.name else f"{self.title} (stand-in)"
 
 
 @dataclass(frozen=True)
 class Setting:
     """`conventions` are fields of every cell; `adapters` a folder of adapters by evictor, or "published".
 
-    `more_ratios` are asked in the ablations beside the paper's, where those do not strain the model.
+    `more_ratios` are asked in the ablations beside the paper's, where those do not strain the model. `name` is what
+    pages call the model, `about` what their readers must know of it; `efficiency_tokens` is the length of the context
+    whose compression is timed.
     """
 
     setup: Setup
@@ -60,6 +83,9 @@ class Setting:
     adapters: str | None = None
     seeds: tuple[int, ...] = SEEDS
     more_ratios: tuple[float, ...] = ()
+    name: str = ""
+    about: str = ""
+    efficiency_tokens: int = 32768  # the paper's
 
     @property
     def model(self) -> str:
@@ -77,28 +103,35 @@ class Setting:
     def training(self, changed: Mapping[str, object], seed: int) -> Training:
         return Training(self.setup, changed, seed)
 
-    def cell(self, row: Row, place: Place, adapter: str | None) -> Cell:
-        """A row at a place, with the adapter that `located` found."""
-        bench = self.benches[place.benchmark]
-        common = {"model": self.model, "benchmark": bench.spec, "protocol": bench.protocol, "dtype": self.setup.dtype}
+    def cells(self, row: Row, place: Place, adapter: str | None) -> list[Cell]:
+        """A row at a place, with the adapter that `located` found: a cell for each of the place's benchmarks."""
         if row.evictor == FULL:
-            return Cell.full(**common)
+            return self.full(place.benchmark)
         changed = {} if adapter is None else trained_under(row)
-        own = {**self.conventions, **changed, **row.conventions}
-        return Cell(evictor=row.evictor, ratio=f"{place.ratio:g}", adapter=adapter, **common, **own)
+        own = {**self.conventions, **changed, **row.conventions, "adapter": adapter}
+        asked = self.asked(place.benchmark)
+        return [Cell(evictor=row.evictor, ratio=f"{place.ratio:g}", **each, **own) for each in asked]
+
+    def full(self, benchmark: str) -> list[Cell]:
+        """The full cache asked what stands for a benchmark of the paper."""
+        return [Cell.full(**each) for each in self.asked(benchmark)]
+
+    def asked(self, benchmark: str) -> list[dict[str, str]]:
+        """What all cells for a benchmark of the paper have in common."""
+        bench = self.benches[benchmark]
+        common = {"model": self.model, "protocol": bench.protocol, "dtype": self.setup.dtype}
+        return [{**common, "benchmark": spec} for spec in bench.specs]
 
     def located(self, row: Row) -> dict[int | None, str | None]:
         """Where the row's adapters lie, by seed; None for what is not at hand. A row without one has the seed None."""
         if row.adapter is None:
             return {None: None}
         if row.adapter == OWN:
-            return {0: self.of_evictor(row.evictor)}
-        return {seed: self.trained(row.adapter, seed) for seed in self.seeds}
+            return {0: self.of_evictor(row.evictor, row.evictor)}
+        return {seed: self.trained(row.adapter, seed, row.evictor) for seed in self.seeds}
 
-    def of_evictor(self, evictor: str) -> str | None:
-        """The adapter that belongs to an evictor."""
-        if self.bundled:
-            return "auto" if bundled_path("adapters", evictor, CARD).exists() else None
+    def of_evictor(self, evictor: str, used: str) -> str | None:
+        """The adapter that belongs to an evictor, for caches of the evictor `used`: given, shipped or trained here."""
         if self.adapters == PUBLISHED:
             try:
                 return hub.published_name(self.model, evictor)
@@ -106,18 +139,22 @@ class Setting:
                 return None
         if self.adapters and (Path(self.adapters) / evictor / "adapter_config.json").exists():
             return str((Path(self.adapters) / evictor).absolute())
-        return self.folder_of(self.training({"evictor": evictor}, 0))
+        if shipped_adapter(self.model, evictor):
+            return "auto" if used == evictor else f"{self.model}:{evictor}"
+        return None if self.bundled else self.folder_of(self.training({"evictor": evictor}, 0))
 
-    def trained(self, changed: Mapping[str, object], seed: int) -> str | None:
-        """The adapter of a training: what was trained here, what ships, or what is given."""
+    def trained(self, changed: Mapping[str, object], seed: int, used: str) -> str | None:
+        """The adapter of a training for caches of the evictor `used`: trained here, shipped, or given."""
         training = self.training(changed, seed)
         if found := self.folder_of(training):
             return found
+        own = self.settings == ABLATIONS or not self.bundled
+        if own and shipped_ablation(f"{self.model}:{training.name}"):
+            return f"{self.model}:{training.name}"
         if self.bundled:
-            shipped = bundled_path("ablations", training.name)
-            return ABLATION + training.name if self.settings == ABLATIONS and (shipped / CARD).exists() else None
-        if seed == 0 and set(changed) <= {"evictor"}:
-            return self.of_evictor(str(changed.get("evictor", self.settings.evictor)))
+            return None
+        if seed == 0 and training.config == replace(self.settings, evictor=training.config.evictor, seed=0):
+            return self.of_evictor(training.config.evictor, used)
         given = Path(self.adapters or "") / training.name
         return str(given.absolute()) if self.adapters not in (None, PUBLISHED) and given.is_dir() else None
 
@@ -170,7 +207,10 @@ def bundled(
     }  # fmt: skip
     setup = Setup(out / "trained", settings, contexts=CONTEXTS, **more)
     conventions = {"prefix_policy": "free", "on_tight": "fewer"}
-    return Setting(setup, benches, conventions, seeds=seeds, more_ratios=(0.025,))
+    return Setting(
+        setup, benches, conventions, seeds=seeds, more_ratios=(0.025,), name="the bundled model", about=ABOUT_BUNDLED,
+        efficiency_tokens=2048,
+    )  # fmt: skip
 
 
 def backbone(
@@ -183,8 +223,7 @@ def backbone(
     **more: object,
 ) -> Setting:
     """A real model with the paper's benchmarks, settings and protocols; `given` are specs of benchmarks to take."""
-    if adapters not in (None, PUBLISHED) and not Path(adapters).is_dir():
-        raise RestoreKVError(f"There is no folder {adapters}; give one of adapters by evictor, or {PUBLISHED}.")
+    check_adapters(adapters)
     chosen = {made.name: made for made in map(tasks.make, given)}
     if foreign := chosen.keys() - ASKED:
         raise RestoreKVError(f"The paper does not ask {', '.join(sorted(foreign))}; it asks {', '.join(ASKED)}.")
@@ -213,3 +252,9 @@ def generated(ruler: str) -> str:
         return ""
     parts = "; ".join(f"{task}: {what}" for task, what in told["stand_ins"].items())
     return f"RULER-4K is {told['data']}" + (f" ({parts})." if parts else ".")
+
+
+def check_adapters(adapters: str | None) -> None:
+    """Refuses a folder that is not there."""
+    if adapters not in (None, PUBLISHED) and not Path(adapters).is_dir():
+        raise RestoreKVError(f"There is no folder {adapters}; give one of adapters by evictor, or {PUBLISHED}.")

@@ -24,19 +24,21 @@ NOTE = (
 )
 
 
-def tables(exhibit: Comparison, setting: Setting, scores: Scores) -> Iterator[Table]:
-    """One for every benchmark, or for every ratio of one that has parts."""
-    groups: dict[tuple, list[Place]] = {}
+def tables(exhibit: Comparison, setting: Setting, scores: Scores, benchmark: str) -> Iterator[Table]:
+    """One for the benchmark, or for every ratio if it has parts."""
+    groups: dict[float | None, list[Place]] = {}
+    split = any(each.parts for each in exhibit.places)
     for place in exhibit.places:
-        split = any(each.parts for each in exhibit.places)
-        groups.setdefault((place.benchmark, place.ratio if split else None), []).append(place)
-    for (benchmark, ratio), places in groups.items():
+        if place.benchmark == benchmark:
+            groups.setdefault(place.ratio if split else None, []).append(place)
+    for ratio, places in groups.items():
         title = setting.benches[benchmark].shown + (f", r = {ratio:g}" if ratio else "")
         name = f"{exhibit.name}-{benchmark}" + (f"-{ratio:g}" if ratio else "")
         layout = by_place if ratio else by_row
         head, lines = layout(exhibit, scores, places)
         data = list(figures(exhibit, scores, places))
-        yield table(name, f"{exhibit.title}: {title}", head, lines, note(exhibit), data)
+        told = " ".join(filter(None, (note(exhibit), left_out(setting, scores, benchmark))))
+        yield table(name, f"{exhibit.title}: {title}", head, lines, told, data)
 
 
 def note(exhibit: Comparison) -> str:
@@ -44,6 +46,19 @@ def note(exhibit: Comparison) -> str:
     against = next(iter(others)) if len(others) == 1 else "its base"
     told = NOTE.format(against=against) if others else NOTE.split(", or")[0] + "."
     return f"{told} Paper: {', '.join(filter(None, (exhibit.backbone, *exhibit.backbones)))}."
+
+
+def left_out(setting: Setting, scores: Scores, benchmark: str) -> str:
+    """What the rule on tasks with nothing to lose does to the means of a benchmark, in a sentence or two."""
+    below = scores.left_out.get(benchmark, ())
+    whole = [part for part in setting.benches[benchmark].parts if scores.lost(Place(benchmark, 1, part))]
+    kept = [task for part in whole for task in scores.tasks[benchmark, part] or below]
+    single = [task for task in below if task not in kept]
+    told = [f"Left out of means, because the full cache scores below 10: {', '.join(single)}."] if single else []
+    if whole:
+        of = f" of {', '.join(whole)}, which averages leave out" if any(whole) else ""
+        told.append(f"The full cache scores below 10 on every task{of}: nothing to lose, and the mean is over all.")
+    return " ".join(told)
 
 
 def by_row(exhibit: Comparison, scores: Scores, places: Sequence[Place]) -> tuple[list, list[Line]]:

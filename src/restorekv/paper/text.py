@@ -8,19 +8,19 @@ from restorekv.report import Cell, Chart, Details, Points, Section, Table
 from restorekv.report.blocks import Block
 
 
-def markdown(title: str, intro: Sequence[str], sections: Sequence[Section]) -> str:
-    """A whole page; charts are told by their words."""
+def markdown(title: str, intro: Sequence[str], sections: Sequence[Section], charts: str) -> str:
+    """A whole page; the SVG files of its charts are in the folder `charts` beside it."""
     parts = [f"# {title}", *intro]
     for section in sections:
         parts.append(f"## {section.title}")
         parts += [f"**{section.verdict.text}**"] if section.verdict else []
         parts += [section.intro] if section.intro else []
         for block in section.blocks:
-            parts += lines_of(block)
+            parts += lines_of(block, charts)
     return "\n\n".join(parts) + "\n"
 
 
-def lines_of(block: Block) -> Iterator[str]:
+def lines_of(block: Block, charts: str) -> Iterator[str]:
     """Paragraphs of a block."""
     if isinstance(block, Table):
         yield f"### {block.title}"
@@ -32,9 +32,9 @@ def lines_of(block: Block) -> Iterator[str]:
     elif isinstance(block, Details):
         yield f"### {block.summary}"
         for inner in block.blocks:
-            yield from lines_of(inner)
+            yield from lines_of(inner, charts)
     elif isinstance(block, Chart):
-        yield f"*Chart: {block.title}. {block.alt}.*"
+        yield f"![{block.title}. {block.alt}.]({charts}/{block.name}.svg)"
     else:
         yield str(block)
 

@@ -12,7 +12,7 @@ from restorekv import report
 from restorekv.atomic import replacing, write_json
 from restorekv.grid.cell import FULL, Cell
 from restorekv.grid.results import Result
-from restorekv.paper import plan, shown
+from restorekv.paper import fidelity, plan, record, shown
 from restorekv.paper.carry_out import Done
 from restorekv.paper.exhibit import Comparison
 from restorekv.paper.plan import Exhibit
@@ -20,17 +20,19 @@ from restorekv.paper.scores import FAILS, HOLDS, NOISE, Judged, judged, verdict
 from restorekv.paper.setting import Setting
 from restorekv.paper.study import Study
 from restorekv.paper.text import markdown
-from restorekv.report import Points, Section
+from restorekv.report import Points, Section, picture
 from restorekv.report.blocks import Block
+from restorekv.report.folder import exhibits as exhibits_of
 from restorekv.stats import resamples
 from restorekv.tables import name
 
+CHARTS = "charts"
 SUBTITLE = "arXiv 2608.01247, table by table, beside the paper's own figures"
 DRAWING = "Figure 2 of the paper is a drawing of the method; nothing is measured for it."
 
 
-def write(exhibits: Sequence[Exhibit], setting: Setting, done: Done, out: Path) -> Path:
-    """Everything; returns the page."""
+def write(exhibits: Sequence[Exhibit], setting: Setting, done: Done, out: Path, command: str = "") -> Path:
+    """Everything; returns the page. `command` is what made it, for the record."""
     made, kept, results = [], {}, done.results
     for exhibit in exhibits:
         study = isinstance(exhibit, Study)
@@ -38,39 +40,56 @@ def write(exhibits: Sequence[Exhibit], setting: Setting, done: Done, out: Path) 
         made.append((framed(exhibit, setting, claims, blocks, done.failed), claims))
         kept[exhibit.name] = {
             "number": exhibit.number, "label": exhibit.label, "title": exhibit.title, "backbone": exhibit.backbone,
-            "rows": data, "claims": [asdict(claim) for claim in claims],
+            **data, "claims": [asdict(claim) for claim in claims],
         }  # fmt: skip
     sections, claims = [section for section, _ in made], [claim for _, found in made for claim in found]
-    intro = introduction(setting, results, claims)
+    sections += [last] if (last := record.section(results)) else []
+    with_what = record.made_with(command)
+    intro = [*introduction(setting, results, claims), *record.told(with_what)]
     title = f"The paper's tables and figures on {the_model(setting)}"
     page = report.write(out / "report", title, sections, intro, SUBTITLE)
+    draw_charts(page.parent / CHARTS, sections)
     with replacing(page.parent / "paper.md") as path:
-        path.write_text(markdown(title, intro, sections), encoding="utf-8")
-    conventions = {cell.name: result.facts for cell, result in results.items() if result.done}
-    write_json(page.parent / "paper.json", {"exhibits": kept, "conventions": conventions})
+        path.write_text(markdown(title, intro, sections, CHARTS), encoding="utf-8")
+    finished = [result for result in results.values() if result.done]
+    facts = {result.cell.name: result.facts for result in finished}
+    told = {"made_with": with_what, "exhibits": kept, "conventions": facts, "held": record.of_cells(finished)}
+    write_json(page.parent / "paper.json", told)
     return page
 
 
+def draw_charts(folder: Path, sections: Sequence[Section]) -> None:
+    """Every chart as an SVG file, which the Markdown shows."""
+    folder.mkdir()
+    for block in exhibits_of(sections):
+        if isinstance(block, report.Chart):
+            (folder / f"{block.name}.svg").write_text(picture.svg(block), encoding="utf-8")
+
+
 def the_model(setting: Setting) -> str:
-    return "the bundled model" if setting.bundled else setting.model
+    return setting.name or setting.model
 
 
 def compared(
     exhibit: Comparison, setting: Setting, results: Mapping[Cell, Result]
-) -> tuple[list[Block], list[Judged], list[dict]]:
+) -> tuple[list[Block], list[Judged], dict[str, object]]:
     """A comparison's tables, claims and figures."""
-    scores = plan.scores(exhibit, setting, results)
+    scores, measured = plan.scores(exhibit, setting, results), plan.measured(exhibit, setting, results)
     claims = [judged(claim, exhibit, scores) for claim in exhibit.claims]
     blocks: list[Block] = [shown.curves(exhibit, setting, scores)] if exhibit.chart and scores.runs else []
-    blocks += shown.tables(exhibit, setting, scores)
+    faithful = fidelity.known(exhibit, setting, measured)
+    for benchmark in plan.asked(exhibit):
+        blocks += shown.tables(exhibit, setting, scores, benchmark)
+        blocks += fidelity.tables(exhibit, setting, faithful, benchmark)
+    blocks += fidelity.lowered(exhibit, faithful)
     took = plan.seconds(exhibit, setting, results)
     if len(took) == len(exhibit.seconds) == 2:
         claims.append(faster(exhibit, took))
         blocks.append(timed(exhibit, took))
     blocks += [shown.claims(exhibit.name, claims)] if claims else []
     blocks += shown.orders(exhibit, scores) if exhibit.orders else []
-    data = list(shown.figures(exhibit, scores, exhibit.places))
-    return blocks, claims, data
+    rows = {"rows": list(shown.figures(exhibit, scores, exhibit.places)), "left_out": dict(scores.left_out)}
+    return blocks, claims, {**rows, "fidelity": list(fidelity.figures(exhibit, faithful))}
 
 
 def framed(
@@ -83,8 +102,7 @@ def framed(
     """The section with what a reader must know before the figures, and what could not be measured."""
     standing, seeds = [], ""
     if isinstance(exhibit, Comparison):
-        used = dict.fromkeys(place.benchmark for place in exhibit.places)
-        standing = [setting.benches[key].standing for key in used]
+        standing = [setting.benches[key].standing for key in plan.asked(exhibit)]
         seeds = plan.seeds_told(exhibit, setting)
     place = f"{exhibit.label} in the paper's source." if exhibit.label else ""
     intro = " ".join(filter(None, (place, exhibit.note, *standing, seeds)))
@@ -94,12 +112,12 @@ def framed(
     return Section(title, intro, told, shown.summed(claims))
 
 
-def shown_study(exhibit: Study, setting: Setting, out: Path) -> tuple[list[Block], list[Judged], list[dict]]:
+def shown_study(exhibit: Study, setting: Setting, out: Path) -> tuple[list[Block], list[Judged], dict[str, object]]:
     """An analysis or facts."""
     blocks, claims = exhibit.show(setting, out)
     blocks = [*blocks, *([shown.claims(exhibit.name, claims)] if claims else [])]
     data = [dict(row) for block in blocks if isinstance(block, (report.Table, report.Chart)) for row in block.data]
-    return blocks, list(claims), data
+    return blocks, list(claims), {"rows": data}
 
 
 def faster(exhibit: Comparison, took: Mapping[str, Mapping[str, float]]) -> Judged:
@@ -144,13 +162,7 @@ def introduction(setting: Setting, results: Mapping[Cell, Result], claims: Seque
             f"{facts['device']}, {ways(compressed)}, {facts['allocation']} allocation, budget {facts['budget']}, "
             f"greedy answers. Scores are the {means}; intervals {facts['interval']}."
         )
-    if setting.bundled:
-        parts.append(
-            "The paper's figures are of other models and other questions: what can be compared is the order of rows "
-            "and the size of gains, not the scores. The bundled adapters were trained with the chat prefix kept beside "
-            "the budget, so they are asked so here. Where n restore tokens exceed the budget of a short document, "
-            "fewer are used."
-        )
+    parts += [setting.about] if setting.about else []
     return [*parts, DRAWING]
 
 

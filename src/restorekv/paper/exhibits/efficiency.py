@@ -7,6 +7,7 @@ from pathlib import Path
 from restorekv import protocols
 from restorekv.analysis import efficiency
 from restorekv.analysis.run import label_of
+from restorekv.compression import shipped_adapter
 from restorekv.models import load_model
 from restorekv.paper.scores import FAILS, HOLDS, MISSING, Judged
 from restorekv.paper.setting import Setting
@@ -17,7 +18,6 @@ from restorekv.report import number, table
 from restorekv.report.blocks import Block, Table
 from restorekv.tables import name
 
-TOKENS = 32768  # of the paper's contexts
 LATENCY = {1.0: (0.457, 4.20), 0.05: (0.253, 0.20)}  # r: milliseconds a layer, GB of cache
 NEAR = 5.0  # percent: what counts as nearly identical
 
@@ -38,17 +38,18 @@ def exhibit(setting: Setting) -> Study:
 
 
 def measure(setting: Setting, out: Path, tell: Tell) -> None:
-    """At the paper's length, or at the bundled model's."""
+    """At the setting's length."""
     setup, policy = setting.setup, protocols.make("kvpress").prefix_policy
     model, tokenizer = load_model(setup.model, setup.dtype, setup.device)
-    options = efficiency.Options() if setting.bundled else efficiency.Options(tokens=TOKENS)
+    options = efficiency.Options(tokens=setting.efficiency_tokens)
     conventions = Conventions.make(**{"prefix_policy": policy, **setting.conventions})
     efficiency.measure(model, tokenizer, out, options, conventions, label(setting), tell)
 
 
 def label(setting: Setting) -> str:
-    """Of the file."""
-    return label_of(setting.model, setting.setup.device)
+    """Of the file; figures with adapters of random weights are not in the way of later ones."""
+    lacking = [scorer for scorer in efficiency.SCORERS if not shipped_adapter(setting.model, scorer)]
+    return label_of(setting.model, setting.setup.device, *(["without", *lacking] if lacking else []))
 
 
 def show(setting: Setting, out: Path) -> tuple[list[Block], list[Judged]]:
@@ -73,6 +74,8 @@ def compression(found: dict) -> Table:
     head = ["scorer", "compression, s", "restore pass, s", "its share, %", "peak memory, MB", "its share, %"]
     note = f"{facts['machine']}, {facts['device']}, {counted(facts['threads'], 'thread')}; {facts['tokens']:,} tokens. "
     note += f"Peak: {found['definitions']['peak']}."
+    drawn = [name(row["evictor"], False) for row in found["compression"] if row["adapter"] == "random"]
+    note += f" The adapters of {', '.join(drawn)} have random weights." if drawn else ""
     return table("efficiency-compression", "(a) Compression with and without the restore pass", head, lines, note)
 
 

@@ -60,7 +60,7 @@ def measures(setting: Setting, out: Path) -> tuple[list[Block], list[Judged]]:
     lines = []
     for key, told in METRICS.items():
         bench = setting.benches[key]
-        made = tasks.make(bench.spec)
-        lines.append([bench.title, f"{made.title}: {made.described()['metric']}", told])
+        made = [f"{each.title}: {each.described()['metric']}" for each in map(tasks.make, bench.specs)]
+        lines.append([bench.title, "; ".join(made), told])
     head = ["benchmark", "here", "paper"]
     return [table("metrics-benchmarks", "Metrics by benchmark", head, lines, left=(0, 1, 2))], []

@@ -61,7 +61,7 @@ def measure(setting: Setting, out: Path, tell: Tell) -> None:
     model, tokenizer = load_model(setup.model, setup.dtype, setup.device)
     conventions = Conventions.make(**{"prefix_policy": protocol.prefix_policy, **setting.conventions})
     eviction = Eviction.make(EVICTOR, None, **conventions.described())
-    adapter = load_adapter(model, setting.of_evictor(EVICTOR), eviction)
+    adapter = load_adapter(model, setting.of_evictor(EVICTOR, EVICTOR), eviction)
     restoring, few = replace(eviction, adapter=adapter), documents(setting)
     analyse(model, tokenizer, restoring, protocol, few, [RATIO], out, WHAT, label(setting), tell)
 
@@ -73,8 +73,9 @@ def documents(setting: Setting) -> Benchmark:
 
 
 def label(setting: Setting) -> str:
-    """Of the analysis's files."""
-    return label_of(setting.model, EVICTOR, str(documents(setting).count))
+    """Of the analysis's files; those without an adapter are not in the way of later ones."""
+    alone = () if setting.of_evictor(EVICTOR, EVICTOR) else ("alone",)
+    return label_of(setting.model, EVICTOR, str(documents(setting).count), *alone)
 
 
 def show(setting: Setting, out: Path) -> tuple[list[Block], list[Judged]]:
