@@ -201,6 +201,18 @@ def test_tables_charts_and_figures_are_stored(tmp_path, small):
     assert json.loads((page.parent / "page.json").read_text())["exhibits"] == stored["exhibits"]
 
 
+def test_an_adapter_is_measured_beside_its_base(tmp_path, small):
+    adapter(tmp_path / "mine" / "kvzip")
+    command = ("paper", tmp_path / "out", "--model", "smollm2", "--only", "scbench", "--adapters", tmp_path / "mine")
+    result = cli(*command, "--count", 1)
+    assert result.code == 0 and "not measured" not in result.err, result.err
+    told = json.loads((tmp_path / "out" / "report" / "paper.json").read_text())["exhibits"]["scbench"]
+    scores, faithful = ({(row["row"], row["ratio"]): row for row in told[key]} for key in ("rows", "fidelity"))
+    mine, base = (faithful[row, 0.2] for row in ("kvzip restored", "kvzip"))
+    assert mine["kl_change"] == pytest.approx(mine["kl"] - base["kl"]) and "gain" in scores["kvzip restored", 0.2]
+    assert "of 4 pairs; the interval" in (tmp_path / "out" / "report" / "paper.md").read_text()
+
+
 def test_beside_another_folder_figures_go_to_results(tmp_path, small):
     result = cli("paper", tmp_path / "out", "--model", "smollm2", "--only", "metrics", "--markdown", tmp_path / "p.md")
     assert result.code == 0, result.err

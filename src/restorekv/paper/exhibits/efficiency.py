@@ -57,7 +57,8 @@ def show(setting: Setting, out: Path) -> tuple[list[Block], list[Judged]]:
     found = read(out / efficiency.FOLDER / f"{label(setting)}.json")
     if found is None:
         return ["Not measured yet."], []
-    drawn = {**found, "name": label(setting)}
+    short = label_of(setting.model, setting.setup.device)
+    drawn = {**found, "name": short, "label": short}
     return [charts.compression(drawn), compression(found), charts.latency(drawn), attention(found)], claims(found)
 
 
