@@ -1,8 +1,9 @@
 """Make everything that ships for SmolLM2 in src/restorekv/smollm2: data, the gate, restore adapters. Resumable.
 
-    make smollm2            or            python recipes/smollm2/build.py runs/smollm2 [--install-only]
+    make smollm2            or            python recipes/smollm2/build.py runs/smollm2 [--anew | --install-only]
 
-Two processes with one thread each: hours on two cores. What was tried: docs/LOG.md.
+The training data stands beside this file; --anew makes it again. Two processes with one thread each: hours on two cores. What
+was tried: docs/LOG.md.
 """
 
 from __future__ import annotations
@@ -20,15 +21,14 @@ from restorekv import base_weights, gate_file
 from restorekv.models import SMOLLM2, SMOLLM2_ID, load_model, shipped_path
 from restorekv.restore import RestoreAdapter
 
-TEXTS = Path(__file__).parent / "texts"
+TEXTS, READY = Path(__file__).parent / "texts", Path(__file__).parent / "data"
 WORDING = "Question: {question}\nAnswer:"  # with a blank line before it, that of the benchmarks (tasks/wording.py)
 ANSWERS = ("--answer-tokens", "40", "--question-tokens", "40", "--least-answer", "1", "--wording", WORDING)
 DATA = {  # folder: how it is built
-    "data_stories": "--story-passages 109 --novel-passages 0 --section-passages 0 --invented 0.3",
-    "data_novels": "--story-passages 0 --novel-passages 84 --section-passages 12 --per-novel 6 --invented 0.8 "
-    "--questions 3",
+    "stories": "--story-passages 109 --novel-passages 0 --section-passages 0 --invented 0.3",
+    "novels": "--story-passages 0 --novel-passages 84 --section-passages 12 --per-novel 6 --invented 0.8 --questions 3",
 }
-GATE = ("--kind", "fastkvzip", "--tokens", "300")
+GATE = ("--kind", "fastkvzip", "--count", "68", "--tokens", "300", "--steps", "1500")
 SHAPE = ("--restore-tokens", "4", "--rank", "12", "--alpha", "24")
 RATIOS = ("--ratio-law", "log-uniform", "--ratio-min", "0.03", "--ratio-max", "0.3")
 FIRST, STEPS, MORE = "kvzip", "1000", "300"  # the adapter that the others begin with, its steps, and theirs
@@ -54,14 +54,15 @@ def data(folder: Path) -> None:
                "--sections", str(TEXTS / "sections.jsonl.gz"))  # fmt: skip
     finish(*(
         restorekv("data", "build", "--mixture", "passages", "--model", SMOLLM2, *sources, *ANSWERS,
-                  *how.split(), "--resume", "--out", str(folder / name))
-        for name, how in DATA.items() if not (folder / name / "manifest.json").exists()
+                  *how.split(), "--resume", "--out", str(folder / "data" / name))
+        for name, how in DATA.items() if not (folder / "data" / name / "manifest.json").exists()
     ))  # fmt: skip
 
 
 def given(folder: Path) -> list[str]:
-    """The data as flags."""
-    return [part for name in DATA for part in ("--data", str(folder / name))]
+    """The data as flags: what was made in `folder`, or what is ready."""
+    made = folder / "data" if (folder / "data").exists() else READY
+    return [part for name in DATA for part in ("--data", str(made / name))]
 
 
 def gate(folder: Path) -> Path:
@@ -118,11 +119,13 @@ def main() -> None:
     """Run what has not been run, then install it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--anew", action="store_true", help="Make the training data again.")
     parser.add_argument("--install-only", action="store_true", help="Copy what there is; train nothing.")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     if not options.install_only:
-        data(options.folder)
+        if options.anew:
+            data(options.folder)
         adapters(options.folder)
     install(options.folder)
 
