@@ -2,8 +2,8 @@
 
     make smollm2            or            python recipes/smollm2/build.py runs/smollm2 [--anew | --install-only]
 
-The training data stands beside this file; --anew makes it again. Two processes with one thread each: hours on two cores. What
-was tried: docs/LOG.md.
+The training data stands beside this file; --anew makes it again. Two processes with one thread each take hours on two
+cores. What was tried: docs/LOG.md.
 """
 
 from __future__ import annotations
