@@ -28,7 +28,7 @@ DATA = {  # folder: how it is built
     "stories": "--story-passages 109 --novel-passages 0 --section-passages 0 --invented 0.3",
     "novels": "--story-passages 0 --novel-passages 84 --section-passages 12 --per-novel 6 --invented 0.8 --questions 3",
 }
-GATE = ("--kind", "fastkvzip", "--count", "68", "--tokens", "300", "--steps", "1500")
+GATE = ("--kind", "fastkvzip", "--count", "68", "--tokens", "300", "--steps", "500", "--batch", "500")
 SHAPE = ("--restore-tokens", "4", "--rank", "12", "--alpha", "24")
 RATIOS = ("--ratio-law", "log-uniform", "--ratio-min", "0.03", "--ratio-max", "0.3")
 FIRST, STEPS, MORE = "kvzip", "1000", "300"  # the adapter that the others begin with, its steps, and theirs
