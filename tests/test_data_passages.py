@@ -11,6 +11,7 @@ from restorekv.data.invented import invent
 from restorekv.data.mixture import read_mixture
 from restorekv.data.passages import FACT, HUMAN, LISTED, REPEAT, STORIES, reader
 from restorekv.data.selfstudy import KINDS
+from restorekv.data.table import data_table, figures
 from restorekv.errors import RestoreKVError
 from restorekv.prompt import BETWEEN, encode
 from restorekv.tasks.ruler.needles import NEEDLES
@@ -82,6 +83,8 @@ def test_the_mixture_is_built_and_read(files, tiny_model, tiny_tokenizer, tmp_pa
     questions = [question for each in contexts for question in each.questions]
     assert all(question.startswith(BETWEEN) for question in questions)
     assert any(question.endswith("?\nAnswer:") for question in questions)
+    rows = figures(contexts, manifest)
+    assert [row["paper"] for row in rows] == [None] * 4 and data_table(rows, manifest).row_count == 4
 
 
 def test_kinds_are_told_apart():

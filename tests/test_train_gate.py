@@ -205,8 +205,9 @@ def folder(tmp_path_factory, tiny_tokenizer):
 
 
 def command(folder, out, *more):
+    data = () if "--data" in more else ("--data", folder / "data")
     return [
-        "train-gate", "--model", folder / "model", "--data", folder / "data", "--out", out,
+        "train-gate", "--model", folder / "model", *data, "--out", out,
         "--tokens", 20, "--steps", 3, "--epochs", 1, *more,
     ]  # fmt: skip
 

@@ -2,7 +2,8 @@
 
     python recipes/smollm2/texts.py ../shared/data
 
-Stories and sections that evaluation or the choice of variants uses are left out, as are two whole novels.
+They are the texts of the split "training" (restorekv.tasks.splits): what evaluation or the choice of variants uses is
+left out. docs/benchmarks.md names the sources and their licenses.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import random
 import sys
 from pathlib import Path
 
+from restorekv.tasks.splits import TRAINING, factbook_splits, fairytale_split, novel_split
+
 TEXTS = Path(__file__).parent / "texts"
-KEPT_OUT = ("Burnett_Garden_1911", "Chesterton_Thursday_1908")  # the evaluation's haystack; the choice of variants
 LETTERS = 150_000  # of every novel, from its beginning
 SECTIONS = 120
 
@@ -23,10 +25,11 @@ def main() -> None:
     """Write stories.jsonl.gz, sections.jsonl.gz and novels/*.txt.gz."""
     source = Path(sys.argv[1])
     stories = rows(source / "fairytaleqa" / "train.jsonl")
-    write_rows(TEXTS / "stories.jsonl.gz", [row for index, row in enumerate(stories) if index % 12 != 5])
+    training = [row for index, row in enumerate(stories) if fairytale_split("train", index) == TRAINING]
+    write_rows(TEXTS / "stories.jsonl.gz", training)
     write_rows(TEXTS / "sections.jsonl.gz", sections(rows(source / "factbook" / "documents.jsonl")))
     for novel in sorted((source / "novels").glob("*.txt")):
-        if novel.stem not in KEPT_OUT:
+        if novel_split(novel.stem) == TRAINING:
             text = novel.read_text(encoding="utf-8")
             write(TEXTS / "novels" / f"{novel.name}.gz", text[: text.rfind("\n", 0, LETTERS)])
 
@@ -38,9 +41,8 @@ def rows(path: Path) -> list[dict]:
 
 def sections(found: list[dict]) -> list[dict]:
     """Some of the countries that are left to training, in an order that mixes them."""
-    countries = sorted({row["id"].split("/")[0] for row in found})
-    training = {country for index, country in enumerate(countries) if index % 8 > 1}
-    chosen = [row for row in found if row["id"].split("/")[0] in training]
+    splits = factbook_splits(row["id"] for row in found)
+    chosen = [row for row in found if splits[row["id"]] == TRAINING]
     random.Random(0).shuffle(chosen)
     return chosen[:SECTIONS]
 

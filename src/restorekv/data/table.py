@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich.table import Table
 
 from restorekv.data.mixture import MixtureContext
@@ -13,11 +15,16 @@ PAPER = {
     "flan": (1500, 898, 512, 9283),
     "total": (6248, 4236, 512, 15237),
 }
+FIGURES = ("samples", "mean", "shortest", "longest")
 PLACE_OF = {"papers": "longalpaca"}  # what a source stands in for
 
 
 def figures(found: list[MixtureContext], manifest: dict) -> list[dict]:
-    """A row per source and the total: samples (a question each), and the context's tokens over the samples."""
+    """A row per source and the total: samples (a question each), and the context's tokens over the samples.
+
+    `paper` holds the paper's own figures, or None where the mixture has no counterpart there.
+    """
+    known = {} if manifest.get("mixture") == "passages" else PAPER
     lengths = {name: [] for name in manifest["sources"]}
     for context in found:
         lengths[context.source] += [context.tokens] * len(context.questions)
@@ -33,9 +40,7 @@ def figures(found: list[MixtureContext], manifest: dict) -> list[dict]:
             "shortest": min(tokens),
             "longest": max(tokens),
             "licences": licences.get(name, manifest["licences"]),
-            "paper": dict(
-                zip(("samples", "mean", "shortest", "longest"), PAPER[PLACE_OF.get(name, name)], strict=True)
-            ),
+            "paper": (numbers := known.get(PLACE_OF.get(name, name))) and dict(zip(FIGURES, numbers, strict=True)),
         }
         for name, tokens in lengths.items()
     ]
@@ -43,25 +48,29 @@ def figures(found: list[MixtureContext], manifest: dict) -> list[dict]:
 
 def data_table(rows: list[dict], manifest: dict) -> Table:
     """For a terminal."""
-    model = manifest["model"]
+    model, beside = manifest["model"], any(row["paper"] for row in rows)
     table = Table(
         title=f"Training data ({manifest['mixture']} mixture, answers of {model['name']}): tokens of the context",
-        caption="in brackets: the paper (Qwen3's tokenizer; its first row is LongAlpaca)",
+        caption="in brackets: the paper (Qwen3's tokenizer; its first row is LongAlpaca)" if beside else None,
         title_justify="left",
     )
     for title in ("source", "samples", "mean", "range", "licence"):
         table.add_column(title, justify="left" if title in ("source", "licence") else "right")
     for row in rows:
-        paper = row["paper"]
+        own = told(row)
+        paper = [f" ({each})" for each in told(row["paper"])] if row["paper"] else [""] * len(own)
         table.add_row(
             row["title"],
-            f"{row['samples']:,} ({paper['samples']:,})",
-            f"{row['mean']:,.0f} ({paper['mean']:,})",
-            f"{row['shortest']:,}-{row['longest']:,} ({paper['shortest']:,}-{paper['longest']:,})",
+            *(f"{mine}{theirs}" for mine, theirs in zip(own, paper, strict=True)),
             "\n".join(f"{name}: {count:,}" for name, count in row["licences"].items()),
             style="bold" if row["source"] == "total" else None,
         )  # fmt: skip
     return table
+
+
+def told(figures: Mapping) -> tuple[str, str, str]:
+    """Samples, mean and range, as the table shows them."""
+    return f"{figures['samples']:,}", f"{figures['mean']:,.0f}", f"{figures['shortest']:,}-{figures['longest']:,}"
 
 
 def left_out(manifest: dict) -> Table:

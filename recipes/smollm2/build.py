@@ -1,0 +1,134 @@
+"""Make everything that ships for SmolLM2 in src/restorekv/smollm2: data, the gate, restore adapters. Resumable.
+
+    make smollm2            or            python recipes/smollm2/build.py runs/smollm2 [--anew | --install-only]
+
+The training data stands beside this file; --anew makes it again. Two processes with one thread each take hours on two
+cores. What was tried: docs/LOG.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from restorekv import base_weights, gate_file
+from restorekv.models import SMOLLM2, SMOLLM2_ID, load_model, shipped_path
+from restorekv.restore import RestoreAdapter
+
+TEXTS, READY = Path(__file__).parent / "texts", Path(__file__).parent / "data"
+WORDING = "Question: {question}\nAnswer:"  # with a blank line before it, that of the benchmarks (tasks/wording.py)
+ANSWERS = ("--answer-tokens", "40", "--question-tokens", "40", "--least-answer", "1", "--wording", WORDING)
+DATA = {  # folder: how it is built
+    "stories": "--story-passages 109 --novel-passages 0 --section-passages 0 --invented 0.3",
+    "novels": "--story-passages 0 --novel-passages 84 --section-passages 12 --per-novel 6 --invented 0.8 --questions 3",
+}
+GATE = ("--kind", "fastkvzip", "--count", "68", "--tokens", "300", "--steps", "500", "--batch", "500")
+SHAPE = ("--restore-tokens", "4", "--rank", "12", "--alpha", "24")
+RATIOS = ("--ratio-law", "log-uniform", "--ratio-min", "0.03", "--ratio-max", "0.3")
+FIRST, STEPS, MORE = "kvzip", "1000", "300"  # the adapter that the others begin with, its steps, and theirs
+OTHERS = ("kvzip+", "fastkvzip", "snapkv", "h2o", "contrastkv")
+
+
+def restorekv(*arguments: str) -> subprocess.Popen:
+    """Start a command of restorekv with one thread."""
+    one = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    return subprocess.Popen([sys.executable, "-m", "restorekv", *arguments], env=os.environ | one)
+
+
+def finish(*running: subprocess.Popen) -> None:
+    """Wait for commands; stop with the first failure's exit status."""
+    for process in running:
+        if process.wait():
+            raise SystemExit(process.returncode)
+
+
+def data(folder: Path) -> None:
+    """The mixtures of passages, both at once."""
+    sources = ("--stories", str(TEXTS / "stories.jsonl.gz"), "--novels", str(TEXTS / "novels"),
+               "--sections", str(TEXTS / "sections.jsonl.gz"))  # fmt: skip
+    finish(*(
+        restorekv("data", "build", "--mixture", "passages", "--model", SMOLLM2, *sources, *ANSWERS,
+                  *how.split(), "--resume", "--out", str(folder / "data" / name))
+        for name, how in DATA.items() if not (folder / "data" / name / "manifest.json").exists()
+    ))  # fmt: skip
+
+
+def given(folder: Path) -> list[str]:
+    """The data as flags: what was made in `folder`, or what is ready."""
+    made = folder / "data" if (folder / "data").exists() else READY
+    return [part for name in DATA for part in ("--data", str(made / name))]
+
+
+def gate(folder: Path) -> Path:
+    """Fast KVzip's, trained on KVzip's scores."""
+    path = folder / "fastkvzip.safetensors"
+    if not path.exists():
+        finish(restorekv("train-gate", *GATE, "--model", SMOLLM2, *given(folder), "--out", str(path), "--resume"))
+    return path
+
+
+def training(folder: Path, evictor: str, *more: str) -> subprocess.Popen | None:
+    """One adapter, gone on with where it was left; None if it is there."""
+    out = folder / f"restore-{evictor}"
+    if (out / "adapter").exists():
+        return None
+    own = f"fastkvzip:gate={folder / 'fastkvzip.safetensors'}" if evictor == "fastkvzip" else evictor
+    return restorekv(
+        "train", "--model", SMOLLM2, *given(folder), "--evictor", own, *SHAPE, *RATIOS, "--store",
+        str(folder / "store"), "--store-prefill", "--resume", "--out", str(out), *more,
+    )  # fmt: skip
+
+
+def adapters(folder: Path) -> None:
+    """KVzip's from nothing, beside the gate; then the others from it, two at a time."""
+    first = training(folder, FIRST, "--lr", "1e-3", "--warmup", "30", "--steps", STEPS)
+    gate(folder)
+    finish(*filter(None, [first]))
+    begin = ("--init", str(folder / f"restore-{FIRST}" / "adapter"), "--lr", "5e-4", "--warmup", "10", "--steps", MORE)
+    for start in range(0, len(OTHERS), 2):
+        pair = (training(folder, evictor, *begin) for evictor in OTHERS[start : start + 2])
+        finish(*[process for process in pair if process])
+
+
+def install(folder: Path) -> None:
+    """Copy what there is into the package, LoRA and gate in bfloat16."""
+    model, _ = load_model(SMOLLM2)
+    path = folder / "fastkvzip.safetensors"
+    if path.exists():
+        found = gate_file.read(path)
+        layers = [{name: value.to(torch.bfloat16) for name, value in layer.items()} for layer in found.layers]
+        target = shipped_path(SMOLLM2, "gates", path.name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        gate_file.write(target, replace(found, layers=layers, card=replace(found.card, model=SMOLLM2)))
+    for evictor in (FIRST, *OTHERS):
+        place = folder / f"restore-{evictor}" / "adapter"
+        if place.exists():
+            adapter = RestoreAdapter.from_pretrained(model, place)
+            adapter.card = replace(adapter.card, model=SMOLLM2, local=False, weights=base_weights.describe(model))
+            adapter.config.base_model_name_or_path = SMOLLM2_ID
+            adapter.save_pretrained(shipped_path(SMOLLM2, "adapters", evictor), dtype=torch.bfloat16)
+
+
+def main() -> None:
+    """Run what has not been run, then install it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--anew", action="store_true", help="Make the training data again.")
+    parser.add_argument("--install-only", action="store_true", help="Copy what there is; train nothing.")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    if not options.install_only:
+        if options.anew:
+            data(options.folder)
+        adapters(options.folder)
+    install(options.folder)
+
+
+if __name__ == "__main__":
+    main()
