@@ -300,7 +300,7 @@ def test_the_first_tokens_of_a_nested_adapter_work_alone(tiny_model, tiny_tokeni
 
 def test_a_preset_stands_for_an_evictor():
     assert (chosen_evictor(None, None), chosen_evictor("h2o", None)) == ("kvzip", "h2o")
-    assert {name: chosen_evictor(None, name) for name in PRESETS} == {"fast": "fastkvzip", "best": "kvzip+"}
+    assert {name: chosen_evictor(None, name) for name in PRESETS} == {"fast": "fastkvzip", "best": "kvzip"}
     for evictor, preset in (("h2o", "fast"), (None, "slow")):
         with pytest.raises(RestoreKVError, match="preset"):
             chosen_evictor(evictor, preset)

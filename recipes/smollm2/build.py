@@ -78,9 +78,8 @@ def training(folder: Path, evictor: str, *more: str) -> subprocess.Popen | None:
     out = folder / f"restore-{evictor}"
     if (out / "adapter").exists():
         return None
-    own = f"fastkvzip:gate={folder / 'fastkvzip.safetensors'}" if evictor == "fastkvzip" else evictor
     return restorekv(
-        "train", "--model", SMOLLM2, *given(folder), "--evictor", own, *SHAPE, *RATIOS, "--store",
+        "train", "--model", SMOLLM2, *given(folder), "--evictor", evictor, *SHAPE, *RATIOS, "--store",
         str(folder / "store"), "--store-prefill", "--resume", "--out", str(out), *more,
     )  # fmt: skip
 
@@ -88,7 +87,7 @@ def training(folder: Path, evictor: str, *more: str) -> subprocess.Popen | None:
 def adapters(folder: Path) -> None:
     """KVzip's from nothing, beside the gate; then the others from it, two at a time."""
     first = training(folder, FIRST, "--lr", "1e-3", "--warmup", "30", "--steps", STEPS)
-    gate(folder)
+    install_gate(gate(folder))
     finish(*filter(None, [first]))
     begin = ("--init", str(folder / f"restore-{FIRST}" / "adapter"), "--lr", "5e-4", "--warmup", "10", "--steps", MORE)
     for start in range(0, len(OTHERS), 2):
@@ -96,16 +95,18 @@ def adapters(folder: Path) -> None:
         finish(*[process for process in pair if process])
 
 
+def install_gate(path: Path) -> None:
+    """Copy the gate into the package, in bfloat16, before the adapter for what it keeps is trained."""
+    found = gate_file.read(path)
+    layers = [{name: value.to(torch.bfloat16) for name, value in layer.items()} for layer in found.layers]
+    target = shipped_path(SMOLLM2, "gates", path.name)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    gate_file.write(target, replace(found, layers=layers, card=replace(found.card, model=SMOLLM2)))
+
+
 def install(folder: Path) -> None:
-    """Copy what there is into the package, LoRA and gate in bfloat16."""
+    """Copy the adapters that there are into the package, LoRA in bfloat16."""
     model, _ = load_model(SMOLLM2)
-    path = folder / "fastkvzip.safetensors"
-    if path.exists():
-        found = gate_file.read(path)
-        layers = [{name: value.to(torch.bfloat16) for name, value in layer.items()} for layer in found.layers]
-        target = shipped_path(SMOLLM2, "gates", path.name)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        gate_file.write(target, replace(found, layers=layers, card=replace(found.card, model=SMOLLM2)))
     for evictor in (FIRST, *OTHERS):
         place = folder / f"restore-{evictor}" / "adapter"
         if place.exists():

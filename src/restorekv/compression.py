@@ -39,7 +39,7 @@ from restorekv.streamed import Stream, parts
 Progress = Callable[[str], None]
 METHODS: dict[str, type[AttentionMatching]] = {"am-fast": AttentionMatching}
 DEFAULT = "kvzip"
-PRESETS = {"fast": "fastkvzip", "best": "kvzip+"}  # scores come with the prefill; scores follow two more passes
+PRESETS = {"fast": "fastkvzip", "best": "kvzip"}  # scores come with the prefill; a pass of its own scores
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def compress(
 ) -> CompressedContext:
     """Compress `context` to `ratio` (0.1 unless given) of its KV pairs, or to `tokens_per_head` of them per head.
 
-    The evictor is kvzip unless named, by itself or by `preset`: "fast" (fastkvzip) or "best" (kvzip+). `adapter` is a
+    The evictor is kvzip unless named, by itself or by `preset`: "fast" (fastkvzip) or "best" (kvzip). `adapter` is a
     RestoreAdapter made for `model`, a folder or hub id of one, "auto" for the one that ships for the model and evictor,
     "published" for the one that the paper's authors publish, or None. `restore_tokens` uses the first so many of its n.
     `storage` "int8" or "fp8" holds what is kept in 8 bits a number; it does not change how many pairs are kept.

@@ -15,7 +15,7 @@ ADAPTER_HELP = "auto (the bundled model's own), none, published (the paper's aut
 
 Evictor = Annotated[str | None, typer.Option(help=f"{DEFAULT} unless a preset or an evictor is named. {EVICTOR_HELP}")]
 Preset = Annotated[
-    str | None, typer.Option(help="fast (fastkvzip: costs little more than reading) or best (kvzip+), for --evictor.")
+    str | None, typer.Option(help="fast (fastkvzip: costs little more than reading) or best (kvzip), for --evictor.")
 ]
 Adapter = Annotated[str, typer.Option(help=ADAPTER_HELP)]
 MODEL_HELP = "smollm2, tiny (also called bundled), a model folder, a GGUF file or a hub id."
