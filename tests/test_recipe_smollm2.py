@@ -3,9 +3,12 @@
 from pathlib import Path
 
 import pytest
+import torch
 
+from restorekv import adapter_file, gate_file
 from restorekv.data.overlap import Evaluations
 from restorekv.data.rows import values
+from restorekv.models import SMOLLM2, shipped_path
 from restorekv.tasks.splits import EVALUATION_NOVEL, TRAINING, fairytale_split, novel_split
 
 TEXTS = Path(__file__).parent.parent / "recipes" / "smollm2" / "texts"
@@ -46,3 +49,19 @@ def test_training_texts_are_of_the_training_split():
     assert len(stories) == sum(fairytale_split("train", index) == TRAINING for index in range(232))
     novels = {path.name.removesuffix(".txt.gz") for path in (TEXTS / "novels").iterdir()}
     assert len(novels) == 14 and all(novel_split(name) == TRAINING for name in novels)
+
+
+def test_what_ships_says_what_it_is():
+    """Whole and small, for SmolLM2, trained on texts that anyone may use."""
+    folders = sorted(shipped_path(SMOLLM2, "adapters").iterdir())
+    for folder in folders:
+        stored = adapter_file.read(folder)
+        card = stored.card
+        assert (card.model, card.evictor.partition(":")[0], card.prefix_policy) == (SMOLLM2, folder.name, "free")
+        assert card.licence == "apache-2.0" and not card.local and card.weights["architecture"]["layers"] == 30
+        assert {row["licence"] for row in card.data} <= {"apache-2.0", "public-domain", "cc0-1.0"}
+        assert all(tensor.dtype == torch.bfloat16 for tensor in stored.lora.values())
+    gate = gate_file.read(shipped_path(SMOLLM2, "gates", "fastkvzip.safetensors"))
+    assert gate.card.model == SMOLLM2 and gate.card.fingerprint == card.fingerprint
+    assert "kvzip" in [folder.name for folder in folders]
+    assert sum(file.stat().st_size for file in shipped_path(SMOLLM2).rglob("*") if file.is_file()) < 60e6
