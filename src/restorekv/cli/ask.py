@@ -12,7 +12,7 @@ from restorekv.atomic import check_target, write_json
 from restorekv.cli import options
 from restorekv.cli.session import open_model, output, phase
 from restorekv.compressed import CompressedContext, ask_many
-from restorekv.context_file import read_header
+from restorekv.context_file import read_header, verify
 from restorekv.errors import RestoreKVError
 
 
@@ -20,7 +20,9 @@ def run(
     file: Annotated[Path, typer.Argument(help="A cache file made by compress.")],
     questions: Annotated[list[str], typer.Argument(help="Further cache files (.rkv), then one or more questions.")],
     max_new_tokens: Annotated[int, typer.Option(help="The longest answer, in tokens.")] = 128,
-    model: Annotated[str, typer.Option(help=f"The model the file was made with: {options.MODEL_HELP}")] = "bundled",
+    model: Annotated[
+        str | None, typer.Option(help=f"The model, unless it is the one that the file names: {options.MODEL_HELP}")
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     json: Annotated[Path | None, typer.Option(help="Write questions and answers here, for programs.")] = None,
@@ -37,7 +39,7 @@ def run(
         check_target(json)
     for each in files:
         read_header(each)  # refuses most wrong files before a model is loaded
-    loaded, tokenizer = open_model(model, dtype, device)
+    loaded, tokenizer = open_model(model or str(verify(file)["model"]), dtype, device)
     compressed = [CompressedContext.load(each, loaded, tokenizer) for each in files]
     begun = time.perf_counter()
     rows = [{"file": str(each), "question": question} for each in files for question in questions]
