@@ -36,7 +36,7 @@ class Show:
 
 
 WORLD = Show("bundled", ("kvzip", "kvzip+"), ("0.4", "0.2", "0.1", "0.05"), (0.05,), 52)
-STORIES = Show("fairytaleqa:length=768,questions=4", ("kvzip",), ("0.1", "0.05"), (0.1, 0.05), 12)
+STORIES = Show("fairytaleqa:length=768,questions=4", ("kvzip",), ("0.1", "0.05"), (0.1, 0.05), 7)
 STORY = "assipattle-and-the-mester-stoorworm"  # the validation story that is shown
 
 
