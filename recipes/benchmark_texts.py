@@ -15,7 +15,7 @@ import json
 from itertools import pairwise
 from pathlib import Path
 
-from restorekv.atomic import replacing
+from restorekv.files import replacing
 from restorekv.tasks.splits import EVALUATION, EVALUATION_NOVEL, factbook_splits
 
 BANDS = (512, 1024, 1536, 2048, 4097)  # tokens of SmolLM2; from every band as many Factbook documents

@@ -10,51 +10,9 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from restorekv import attention
-
-VOCABULARY = 320
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-    # Large weights make attention and logits far from uniform, so that a wrong pair shows.
-    "initializer_range": 0.3,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-FAMILIES = {
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
-    "llama": (LlamaConfig, LlamaForCausalLM, {}),
-}
-
-
-def build_model(family: str, seed: int = 0, **overrides: object) -> PreTrainedModel:
-    """A random model in float32 with restorekv's attention; overrides go into the config."""
-    config_class, model_class, extra = FAMILIES[family]
-    torch.manual_seed(seed)
-    model = model_class._from_config(
-        config_class(**{**SHAPE, **extra, **overrides}), attn_implementation=attention.NAME
-    )
-    return model.float().eval().requires_grad_(False)
+from tests.helpers.models import FAMILIES, TEMPLATE, VOCABULARY, build_model
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import io
 import json
-import sys
 import tempfile
 from pathlib import Path
 
@@ -33,7 +32,20 @@ VARIANTS = {
     "attention matching": ("--evictor", "am-fast", "--adapter", "none"),
 }
 QUESTIONS = ("Who lives in the red house?", "What is the code?")
-GRID = ("--protocol", "kvzip", "--count", "2", "--ratio", "0.2", "--evictor", "kvzip", "--evictor", "snapkv", "--benchmark", "bundled")
+GRID = (
+    "--protocol",
+    "kvzip",
+    "--count",
+    "2",
+    "--ratio",
+    "0.2",
+    "--evictor",
+    "kvzip",
+    "--evictor",
+    "snapkv",
+    "--benchmark",
+    "bundled",
+)
 TRAIN = ("--steps", "20", "--count", "6", "--restore-tokens", "3", "--rank", "4")
 VOLATILE = {"seconds", "version", "versions", "date", "time", "machine", "python", "torch", "peak", "file"}
 
@@ -92,10 +104,9 @@ def main() -> None:
         show("train, 20 steps", " ".join(digest(path) for path in files) or problem)
         problem = run("train-gate", "--model", "tiny", "--out", folder / "gate", "--count", "4", "--steps", "20")
         show("train-gate, 20 steps", digest(folder / "gate") if (folder / "gate").exists() else problem)
-        problem = run("eval", "--model", "tiny", "--out", folder / "grid", "--json", folder / "grid.json", *GRID)
-        rows = scores(json.loads((folder / "grid.json").read_text())["rows"]) if not problem.startswith("exit") else problem
+        run("eval", "--model", "tiny", "--out", folder / "grid", "--json", folder / "grid.json", *GRID)
+        rows = scores(json.loads((folder / "grid.json").read_text())["rows"])
         show("eval", hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16])
-        sys.exit(problem.startswith("exit") and problem)
 
 
 if __name__ == "__main__":

@@ -5,78 +5,62 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent / "src" / "restorekv"
-FLOORS = [
-    ["errors", "freed"],
-    ["spec", "licences"],
-    ["budget", "prompt", "storage", "tail", "cache", "joint", "atomic", "allocate"],
-    ["attention", "gguf_tokenizer"],
-    ["gguf_model"],
-    ["models"],
-    ["base_weights"],
-    [
-        "prefill",
-        "offload",
-        "probe",
-        "adapter_file",
-        "card_results",
-        "card_training",
-        "card_usage",
-        "model_card",
-        "hub",
-        "lora",
-        "gate_file",
-        "published_gate",
-    ],
-    ["evictors", "restore"],
-    ["prepared"],
-    ["steps"],
-    ["context_file", "generate", "streamed"],
-    ["compressed"],
-    ["manifest"],
-    ["baselines"],
-    ["compression", "survivors", "survivors_plot"],
-    ["bundled"],
-    ["data"],
-    ["stats", "facts"],
-    ["train", "tasks"],
-    ["tables"],
-    ["demo"],
-    ["protocols"],
-    ["grid", "analysis", "bench"],
-    ["report"],
-    ["paper"],
-    ["cli"],
-    ["__main__"],
-]
-FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "restorekv"
+ROOMS = (  # each imports only from itself and from those before it
+    "restorekv._version", "restorekv.errors", "restorekv.spec", "restorekv.files", "restorekv.cache",
+    "restorekv.model.attention", "restorekv.model", "restorekv.evictors", "restorekv.restore", "restorekv.compression",
+    "restorekv.tiny", "restorekv.data", "restorekv.train", "restorekv.tasks", "restorekv.evaluation",
+    "restorekv.evaluation.analysis", "restorekv.evaluation.report", "restorekv.cli", "restorekv.__main__", "benchmarks",
+    "paper",
+)  # fmt: skip
+TOP, LOOSE = 12, 6  # rooms and loose files that one sees when one opens the package
+FILES = sorted(
+    path
+    for folder in (PACKAGE, ROOT / "benchmarks", ROOT / "paper")
+    for path in folder.rglob("*.py")
+    if path != PACKAGE / "__init__.py"
+)
 
 
-def floor_of(module: str) -> int:
-    """Number of the floor on which restorekv.<module> stands."""
-    for number, names in enumerate(FLOORS):
-        if module in names:
-            return number
-    raise AssertionError(f"{module} has no floor; add it to FLOORS")
+def name_of(path: Path) -> str:
+    """The name under which a file is imported."""
+    base = PACKAGE.parent if path.is_relative_to(PACKAGE) else ROOT
+    return ".".join(path.relative_to(base).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {name_of(path) for path in FILES}
+
+
+def room_of(module: str) -> int:
+    """The number of the room in which a module stands: of the names that it begins with, the longest."""
+    fitting = [room for room in ROOMS if f"{module}.".startswith(f"{room}.")]
+    assert fitting, f"{module} has no room; add it to ROOMS"
+    return ROOMS.index(max(fitting, key=len))
 
 
 def imported(tree: ast.Module) -> set[str]:
-    """First parts of the restorekv modules that a file imports."""
+    """The project's modules that a file imports, anywhere in it."""
     found = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module == "restorekv":
-            found |= {alias.name for alias in node.names if (ROOT / alias.name).with_suffix(".py").exists()}
-            found |= {alias.name for alias in node.names if (ROOT / alias.name).is_dir()}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("restorekv."):
-            found.add(node.module.split(".")[1])
-    return found
+        if isinstance(node, ast.ImportFrom) and node.module:
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (whole & MODULES) or {node.module}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return {name for name in found if name.partition(".")[0] in ("restorekv", "benchmarks", "paper")}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_go_down(path):
-    own = path.relative_to(ROOT).with_suffix("").parts[0]
+    own = name_of(path)
     for other in imported(ast.parse(path.read_text())):
-        assert floor_of(other) <= floor_of(own), f"{own} imports {other} from above"
+        assert room_of(other) <= room_of(own), f"{own} imports {other} from above"
+
+
+def test_the_package_is_seen_at_a_glance():
+    rooms = {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.glob("*/*") if "__pycache__" not in path.parts}
+    assert len(rooms) <= TOP and len(list(PACKAGE.glob("*.py"))) <= LOOSE
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -17,9 +17,10 @@ from pathlib import Path
 
 import torch
 
-from restorekv import base_weights, gate_file
-from restorekv.models import SMOLLM2, SMOLLM2_ID, load_model, shipped_path
-from restorekv.restore import RestoreAdapter
+from restorekv.evictors import gate_file
+from restorekv.model import base_weights
+from restorekv.model.load import SMOLLM2, SMOLLM2_ID, load_model, shipped_path
+from restorekv.restore.adapter import RestoreAdapter
 
 TEXTS, READY = Path(__file__).parent / "texts", Path(__file__).parent / "data"
 WORDING = "Question: {question}\nAnswer:"  # with a blank line before it, that of the benchmarks (tasks/wording.py)

@@ -16,12 +16,13 @@ from pathlib import Path
 
 import torch
 
-from restorekv import attention
-from restorekv.generate import answer_ids, answer_text, stop_ids
-from restorekv.models import CacheShape, load_model
-from restorekv.prefill import prefill
-from restorekv.prepared import PLAIN, Prepared
-from restorekv.prompt import make_context, question_ids
+from restorekv.compression.generate import answer_ids, answer_text, stop_ids
+from restorekv.compression.prepared import PLAIN, PreparedContext
+from restorekv.model import attention
+from restorekv.model.load import load_model
+from restorekv.model.prefill import prefill
+from restorekv.model.prompt import make_context, question_ids
+from restorekv.model.shape import CacheShape
 from restorekv.tasks.metrics import token_f1
 from restorekv.tasks.splits import TRAINING, factbook_splits, fairytale_split
 
@@ -89,7 +90,7 @@ def scores(model, tokenizer, passage: Passage) -> list[float]:
     text, questions = passage
     context, shape = make_context(tokenizer, text), CacheShape.of(model)
     unscored = torch.zeros(shape.layers, shape.heads, context.tokens)
-    cache = Prepared(model, context, prefill(model, context.ids), unscored, PLAIN, 0, {}).at(1)
+    cache = PreparedContext(model, context, prefill(model, context.ids), unscored, PLAIN, 0, {}).at(1)
     asked = spread(questions, QUESTIONS)
     prompts = [
         question_ids(tokenizer, context, wording.format(q=each["question"]), opening)

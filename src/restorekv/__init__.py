@@ -6,22 +6,23 @@ The public names are loaded on first use, so that `restorekv --help` need not wa
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from restorekv.budget import Budget
-    from restorekv.compressed import CompressedContext, ask_many
-    from restorekv.compression import Eviction, compress
-    from restorekv.errors import RestoreKVError, RestoreKVWarning
-    from restorekv.models import load_model
-    from restorekv.prepared import Conventions, Prepared
-    from restorekv.restore import RestoreAdapter
+from restorekv._version import __version__ as __version__
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from restorekv.compression.budget import Budget
+    from restorekv.compression.compressor import Eviction, compress
+    from restorekv.compression.context import CompressedContext, ask_many
+    from restorekv.compression.prepared import CompressionConfig, PreparedContext
+    from restorekv.errors import RestoreKVError, RestoreKVWarning
+    from restorekv.model.load import load_model
+    from restorekv.restore.adapter import RestoreAdapter
+
 __all__ = [
     "Budget",
     "CompressedContext",
-    "Conventions",
+    "CompressionConfig",
     "Eviction",
-    "Prepared",
+    "PreparedContext",
     "RestoreAdapter",
     "RestoreKVError",
     "RestoreKVWarning",
@@ -31,17 +32,17 @@ __all__ = [
 ]
 
 HOMES = {
-    "Budget": "budget",
-    "CompressedContext": "compressed",
-    "Conventions": "prepared",
-    "Eviction": "compression",
-    "Prepared": "prepared",
-    "RestoreAdapter": "restore",
+    "Budget": "compression.budget",
+    "CompressedContext": "compression.context",
+    "CompressionConfig": "compression.prepared",
+    "Eviction": "compression.compressor",
+    "PreparedContext": "compression.prepared",
+    "RestoreAdapter": "restore.adapter",
     "RestoreKVError": "errors",
     "RestoreKVWarning": "errors",
-    "ask_many": "compressed",
-    "compress": "compression",
-    "load_model": "models",
+    "ask_many": "compression.context",
+    "compress": "compression.compressor",
+    "load_model": "model.load",
 }
 
 

@@ -10,15 +10,15 @@ import io
 import numpy as np
 import pytest
 import torch
-from conftest import build_model
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from restorekv import gate_file, published_gate
-from restorekv.allocate import exact_top
-from restorekv.compression import Eviction
-from restorekv.models import load_model
-from restorekv.prompt import Context
-from restorekv.published_gate import convert
+from restorekv.compression.allocate import exact_top
+from restorekv.compression.compressor import Eviction
+from restorekv.evictors import gate_file, published_gate
+from restorekv.evictors.published_gate import convert
+from restorekv.model.load import load_model
+from restorekv.model.prompt import Context
+from tests.helpers.models import build_model
 
 kvpress = pytest.importorskip("kvpress", reason="kvpress is not installed; `make conformance` installs and uses it")
 fastkvzip, kvzap = kvpress.presses.fastkvzip_press, kvpress.presses.kvzap_press

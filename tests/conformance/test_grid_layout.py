@@ -9,15 +9,15 @@ import sys
 from unittest.mock import MagicMock
 
 import pytest
-import reference
 import yaml
-from grid_results import finished
 
-from restorekv.grid.cell import Cell
-from restorekv.grid.kvpress_layout import export
+from restorekv.evaluation.cell import Cell
+from restorekv.evaluation.kvpress_layout import export
 from restorekv.tasks import Question
 from restorekv.tasks.longbench import TASKS as LONGBENCH
 from restorekv.tasks.ruler.benchmark import TASKS as RULER
+from tests.conformance import reference
+from tests.helpers.grid_results import finished
 
 pytest.importorskip("kvpress", reason="kvpress is not installed; `make conformance` installs and uses it")
 pytestmark = pytest.mark.kvpress

@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from conftest import build_model
 from transformers import AutoModelForCausalLM
 
-from restorekv import protocols
-from restorekv.cache import RaggedCache
-from restorekv.generate import answer_ids, answer_text, stop_ids
-from restorekv.models import load_model
-from restorekv.prefill import prefill
+from restorekv.cache.ragged import RaggedCache
+from restorekv.compression.generate import answer_ids, answer_text, stop_ids
+from restorekv.evaluation import protocols
+from restorekv.model.load import load_model
+from restorekv.model.prefill import prefill
 from restorekv.tasks import Question
+from tests.helpers.models import build_model
 
 kvpress = pytest.importorskip("kvpress", reason="kvpress is not installed; `make conformance` installs and uses it")
 pytestmark = pytest.mark.kvpress

@@ -10,21 +10,21 @@ from fractions import Fraction
 
 import pytest
 import torch
-from conftest import build_model
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from restorekv.allocate import exact_top
-from restorekv.budget import Budget
-from restorekv.cache import RaggedCache
-from restorekv.compression import Eviction
-from restorekv.generate import ask
-from restorekv.models import load_model
-from restorekv.prompt import make_context, question_ids
-from restorekv.restore import RestoreAdapter
+from restorekv.cache.ragged import RaggedCache
+from restorekv.compression.allocate import exact_top
+from restorekv.compression.budget import Budget
+from restorekv.compression.compressor import Eviction
+from restorekv.compression.generate import ask
+from restorekv.model.load import load_model
+from restorekv.model.prompt import make_context, question_ids
+from restorekv.restore.adapter import RestoreAdapter
+from tests.helpers.models import build_model
 
 kvpress = pytest.importorskip("kvpress", reason="kvpress is not installed; `make conformance` installs and uses it")
 pytestmark = pytest.mark.kvpress

@@ -8,11 +8,11 @@ import random
 from pathlib import Path
 
 import pytest
-from reference import scorer
 
 from restorekv.tasks import Question, make
 from restorekv.tasks.longbench import TASKS
 from restorekv.tasks.longbench_prompts import EXTRA_TOKENS, PROMPTS
+from tests.conformance.reference import scorer
 
 pytestmark = pytest.mark.kvpress
 pandas = pytest.importorskip("pandas")

@@ -6,11 +6,11 @@ import string
 from pathlib import Path
 
 import pytest
-from reference import scorer, script
 from transformers import AutoTokenizer
 
-from restorekv.bundled import suite
 from restorekv.tasks import Question, make
+from restorekv.tiny import suite
+from tests.conformance.reference import scorer, script
 
 pytestmark = pytest.mark.kvpress
 pandas = pytest.importorskip("pandas", reason="kvpress's scorer needs pandas; `make conformance` installs it")

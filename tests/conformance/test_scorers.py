@@ -10,13 +10,14 @@ import torch
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from restorekv import attention, evictors
-from restorekv.allocate import exact_top
-from restorekv.compression import Eviction
+from restorekv import evictors
+from restorekv.compression.allocate import exact_top
+from restorekv.compression.compressor import Eviction
+from restorekv.compression.generate import ask
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.kvpress_bridge import FromKVPress
-from restorekv.generate import ask
-from restorekv.prompt import Context
+from restorekv.model import attention
+from restorekv.model.prompt import Context
 
 kvpress = pytest.importorskip("kvpress", reason="kvpress is not installed; `make conformance` installs and uses it")
 pytestmark = pytest.mark.kvpress

@@ -6,15 +6,15 @@ COMMANDS. Each module has a function `run` whose signature is the command's argu
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from restorekv import __version__
-from restorekv.cli.mistakes import UsageMistake, show_warnings, tell
-from restorekv.cli.mistakes import report as told  # not `report`: that name is the command's module
+from restorekv._version import __version__
+from restorekv.cli.errors import UsageMistake, show_warnings, tell
+from restorekv.cli.errors import report as told  # not `report`: that name is the command's module
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "compress": ("restorekv.cli.compress", "Compress a text into a small cache file."),
@@ -26,37 +26,30 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train-gate": ("restorekv.cli.train_gate", "Train a learned scorer, for the evictors fastkvzip and kvzap."),
     "convert-gate": ("restorekv.cli.convert_gate", "Turn a published gate of Fast KVzip or KVzap into one of ours."),
     "eval": ("restorekv.cli.eval", "Score evictors on the bundled suite, with and without restoring."),
-    "analyse": ("restorekv.cli.analyse", "Show what eviction and restoring do to attention, predictions and cost."),
+    "analyze": ("restorekv.cli.analyze", "Show what eviction and restoring do to attention, predictions and cost."),
     "report": ("restorekv.cli.report", "Make one page of tables and charts from the results in a folder."),
-    "paper": ("restorekv.cli.paper", "Measure every table and figure of the paper, beside its own figures."),
     "demo": ("restorekv.cli.demo", "Show the main job on the bundled model, with figures."),
-    "bench": ("restorekv.cli.bench", "Measure time and memory beside kvpress 0.5.5."),
-    "bench-scorers": ("restorekv.cli.bench_scorers", "Measure what every method's scoring costs beside the prefill."),
-    "bench-kernel": ("restorekv.cli.bench_kernel", "Time attention over a compressed cache on a GPU."),
-    "bench-memory": ("restorekv.cli.bench_memory", "Measure the memory and growth of every phase of a compression."),
-    "bench-decode": ("restorekv.cli.bench_decode", "Measure decode steps over a compressed cache, and many answers."),
-    "bench-train": ("restorekv.cli.bench_train", "Measure time and memory of a training step, phase by phase."),
-    "bench-charts": ("restorekv.cli.bench_charts", "Draw a chart of every benchmark's stored result."),
 }
 
 
 class Commands(TyperGroup):
-    """Lists every command by its line in COMMANDS and imports only the one that is run."""
+    """Lists every command by its line in the table and imports only the one that runs."""
+
+    table: dict[str, tuple[str, str]] = COMMANDS
 
     def list_commands(self, ctx: typer.Context) -> list[str]:
-        return list(COMMANDS)
+        return list(self.table)
 
     def get_command(self, ctx: typer.Context, name: str) -> TyperCommand | None:
-        return TyperCommand(name, help=COMMANDS[name][1]) if name in COMMANDS else None
+        return TyperCommand(name, help=self.table[name][1]) if name in self.table else None
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> tuple:
         name, _, rest = super().resolve_command(ctx, args)
-        return name, load(name), rest
+        return name, load(*self.table[name], name), rest
 
 
-def load(name: str) -> TyperCommand:
+def load(path: str, line: str, name: str) -> TyperCommand:
     """The command itself, its flags read from the signature of its module's `run`; or the module's group `app`."""
-    path, line = COMMANDS[name]
     module = importlib.import_module(path)
     if hasattr(module, "app"):
         return typer.main.get_command(module.app)
@@ -89,18 +82,22 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def execute(args: list[str]) -> int:
-    """One command; whatever a user can mend is told in one sentence on stderr."""
+    """Run one command of restorekv."""
+    return invoke(typer.main.get_command(app), args or ["--help"], "restorekv", COMMANDS)
+
+
+def invoke(group: TyperCommand, args: list[str], name: str, table: Mapping[str, object]) -> int:
+    """Run a command; whatever a user can fix is one sentence on stderr."""
     show_warnings()
-    group = typer.main.get_command(app)
     try:
         # Not group.main(): it would print mistakes its own way, and a usage page with them.
-        with group.make_context("restorekv", args or ["--help"]) as context:
+        with group.make_context(name, args) as context:
             group.invoke(context)
         sys.stdout.flush()
     except typer.Exit as end:
         return end.exit_code
     except UsageMistake as error:
-        page = " ".join(["restorekv", *(name for name in args[:1] if name in COMMANDS), "--help"])
+        page = " ".join([name, *(part for part in args[:1] if part in table), "--help"])
         return tell(f"{error.format_message().rstrip('.')}; see {page}.", 2)
     except BaseException as error:
         return told(error)

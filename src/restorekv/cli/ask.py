@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from restorekv.atomic import check_target, write_json
 from restorekv.cli import options
 from restorekv.cli.session import open_model, output, phase
-from restorekv.compressed import CompressedContext, ask_many
-from restorekv.context_file import read_header, verify
+from restorekv.compression.context import CompressedContext, ask_many
+from restorekv.compression.context_file import read_header, verify
 from restorekv.errors import RestoreKVError
+from restorekv.files import check_target, write_json
 
 
 def run(

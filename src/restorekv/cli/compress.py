@@ -9,15 +9,15 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from restorekv.atomic import check_target, write_json
-from restorekv.budget import exact_ratio
+from restorekv.cache.quantized import check as check_storage
 from restorekv.cli import options
 from restorekv.cli.session import figures_table, method_of, notes, open_model, output, read_text
-from restorekv.compressed import CompressedContext, size
-from restorekv.compression import chosen_evictor, compress, method
+from restorekv.compression.budget import exact_ratio
+from restorekv.compression.compressor import chosen_evictor, compress, method
+from restorekv.compression.context import CompressedContext, size
+from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import BudgetError
-from restorekv.prepared import Conventions
-from restorekv.storage import check as check_storage
+from restorekv.files import check_target, write_json
 
 
 def run(
@@ -49,7 +49,7 @@ def run(
         "restore_from": restore_from, "offset": offset,
     }  # fmt: skip
     evictor = checked(ratio, tokens_per_head, evictor, preset, storage)
-    method(evictor, Conventions.make(**conventions))
+    method(evictor, CompressionConfig.make(**conventions))
     for target in filter(None, (out, json)):
         check_target(target)
     text = read_text(file)

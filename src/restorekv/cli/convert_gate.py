@@ -6,11 +6,11 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from restorekv import gate_file
-from restorekv.atomic import check_target
 from restorekv.cli import options
 from restorekv.cli.session import figures_table, open_model, output
-from restorekv.published_gate import FAST_KVZIP, convert
+from restorekv.evictors import gate_file
+from restorekv.evictors.published_gate import FAST_KVZIP, convert
+from restorekv.files import check_target
 
 
 def run(

@@ -8,7 +8,6 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from rich.markup import escape
 
-from restorekv.atomic import check_target, write_json
 from restorekv.cli import options
 from restorekv.cli.session import bar, open_model, output
 from restorekv.data.build import build
@@ -19,6 +18,7 @@ from restorekv.data.manifest import read_manifest
 from restorekv.data.mixture import read_mixture
 from restorekv.data.table import data_table, figures, left_out
 from restorekv.errors import RestoreKVError
+from restorekv.files import check_target, write_json
 
 app = typer.Typer(add_completion=False, help="Build the training mixture, with the teacher's answers, or show one.")
 

@@ -9,15 +9,15 @@ from typing import Annotated
 import typer
 
 from restorekv import tasks
-from restorekv.atomic import check_target, write_json
 from restorekv.cli import options
 from restorekv.cli.session import open_model, output, shares
-from restorekv.demo import Show, answers_table, document, seconds_table, show_for, side_by_side
-from restorekv.grid.expand import SHIPPED, Grid
-from restorekv.grid.rows import payload, rows
-from restorekv.grid.run import run as carry_out
-from restorekv.models import SMOLLM2, canonical
-from restorekv.tables import fidelity, held, scores
+from restorekv.evaluation.demo import Show, answers_table, document, seconds_table, show_for, side_by_side
+from restorekv.evaluation.expand import SHIPPED, Grid
+from restorekv.evaluation.rows import payload, rows
+from restorekv.evaluation.run import run as carry_out
+from restorekv.evaluation.tables import fidelity, held, scores
+from restorekv.files import check_target, write_json
+from restorekv.model.load import SMOLLM2, canonical
 
 COMMON = {"prefix_policy": "free"}  # as the shipped adapters were trained
 

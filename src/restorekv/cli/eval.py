@@ -7,16 +7,16 @@ from typing import Annotated
 
 import typer
 
-from restorekv.atomic import check_target, write_json
 from restorekv.cli import options
 from restorekv.cli.session import notes, output, quiet, shares
-from restorekv.grid.expand import Grid, named
-from restorekv.grid.kvpress_layout import export
-from restorekv.grid.rows import payload, rows
-from restorekv.grid.run import Here, Pool, check
-from restorekv.grid.run import run as carry_out
-from restorekv.protocols import PROTOCOLS
-from restorekv.tables import fidelity, held, metrics, scores
+from restorekv.evaluation.expand import Grid, named
+from restorekv.evaluation.kvpress_layout import export
+from restorekv.evaluation.protocols import PROTOCOLS
+from restorekv.evaluation.rows import payload, rows
+from restorekv.evaluation.run import Here, Pool, check
+from restorekv.evaluation.run import run as carry_out
+from restorekv.evaluation.tables import fidelity, held, metrics, scores
+from restorekv.files import check_target, write_json
 from restorekv.tasks import BENCHMARKS
 
 BENCHMARK_HELP = f"{', '.join(BENCHMARKS)}; with settings as in ruler:length=8192,tasks=vt+cwe. Repeatable."
@@ -80,7 +80,7 @@ def opened(ray: str | None, workers: int, device: str) -> Iterator[Pool]:
     if ray is None:
         yield Here(device)
         return
-    from restorekv.grid.spread import RayPool  # Ray is an optional extra
+    from restorekv.evaluation.ray_pool import RayPool  # Ray is an optional extra
 
     with RayPool(workers, ray, device) as pool:
         yield pool

@@ -11,14 +11,14 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.atomic import check_target, write_json
 from restorekv.cli.session import figures_table, method_of, output
-from restorekv.compressed import size
+from restorekv.compression.context import size
 from restorekv.errors import ModelError
-from restorekv.models import BUNDLED, load_tokenizer
-from restorekv.prompt import template_hash
-from restorekv.survivors import Survivors
-from restorekv.survivors_plot import check_format, save_plot
+from restorekv.evaluation.survivors import Survivors
+from restorekv.evaluation.survivors_plot import check_format, save_plot
+from restorekv.files import check_target, write_json
+from restorekv.model.load import BUNDLED, load_tokenizer
+from restorekv.model.prompt import template_hash
 
 SHADES = " ░▒▓█"
 STEPS = " ▁▂▃▄▅▆▇█"

@@ -4,10 +4,10 @@ from typing import Annotated
 
 import typer
 
-from restorekv.allocate import ALLOCATIONS
-from restorekv.compression import DEFAULT, METHODS
+from restorekv.cache.quantized import STORAGES
+from restorekv.compression.allocate import ALLOCATIONS
+from restorekv.compression.compressor import DEFAULT, METHODS
 from restorekv.evictors import EVICTORS
-from restorekv.storage import STORAGES
 
 EVICTOR_HELP = f"{', '.join((*EVICTORS, *METHODS))}; with settings as in snapkv:window=64,kernel=5."
 

@@ -8,10 +8,10 @@ import torch
 import typer
 from rich.markup import escape
 
-from restorekv import adapter_file, card_results, hub, model_card
 from restorekv.cli.session import output, phase
 from restorekv.errors import AdapterError
-from restorekv.models import DTYPES, check_dtype
+from restorekv.model.load import DTYPES, check_dtype
+from restorekv.restore import adapter_file, card_results, hub, model_card
 
 
 def run(

@@ -12,11 +12,11 @@ from rich.table import Table
 from transformers import PreTrainedModel, logging
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.atomic import write_json
-from restorekv.context_file import Manifest
+from restorekv.compression.context_file import Manifest
+from restorekv.compression.prepared import PLAIN
 from restorekv.errors import RestoreKVError
-from restorekv.models import check_dtype, load_model
-from restorekv.prepared import PLAIN
+from restorekv.files import write_json
+from restorekv.model.load import check_dtype, load_model
 
 output, notes = Console(), Console(stderr=True)
 

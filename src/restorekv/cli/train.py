@@ -9,16 +9,16 @@ import typer
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from restorekv.bundled.suite import LONGEST, SHORTEST
 from restorekv.cli import options
 from restorekv.cli.session import notes, open_model, output
 from restorekv.errors import RestoreKVError
+from restorekv.tiny.suite import LONGEST, SHORTEST
 from restorekv.train import checkpoint
 from restorekv.train.config import TrainConfig
 from restorekv.train.data import bundled_examples, read_examples
 from restorekv.train.example import Example
 from restorekv.train.loop import train
-from restorekv.train.parallel import Team, assembled, own_device, spread, wants_shards
+from restorekv.train.parallel import ProcessGroup, assembled, own_device, spread, wants_shards
 
 HELP = {
     "evictor": "Whose losses to restore, with its settings: kvzip, snapkv:window=64.",
@@ -113,7 +113,14 @@ def there(data: str) -> None:
 
 
 def run_with_bar(
-    model, tokenizer, examples: list[Example], config: TrainConfig, out: Path, resume: bool, team: Team, **kept: Any
+    model,
+    tokenizer,
+    examples: list[Example],
+    config: TrainConfig,
+    out: Path,
+    resume: bool,
+    team: ProcessGroup,
+    **kept: Any,
 ) -> None:
     """Trains with a bar on a terminal and a line per checkpoint elsewhere; `kept` says where lessons are kept."""
     columns = (

@@ -6,12 +6,12 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from restorekv.atomic import check_target
-from restorekv.bundled.suite import LONGEST, SHORTEST
 from restorekv.cli import options
 from restorekv.cli.session import bar, figures_table, open_model, output
 from restorekv.errors import RestoreKVError
-from restorekv.gate_file import KINDS
+from restorekv.evictors.gate_file import KINDS
+from restorekv.files import check_target
+from restorekv.tiny.suite import LONGEST, SHORTEST
 from restorekv.train.data import bundled_examples, read_contexts
 from restorekv.train.gate import train_gate
 from restorekv.train.gate_fits import GateConfig

@@ -17,8 +17,6 @@ from pathlib import Path
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.atomic import write_json
-from restorekv.bundled.suite import documents as suite
 from restorekv.data.config import BuildConfig
 from restorekv.data.files import identity, local_files, sha256
 from restorekv.data.filters import room
@@ -31,6 +29,8 @@ from restorekv.data.rows import rows
 from restorekv.data.shard import write_shard
 from restorekv.data.sources import Source, sources
 from restorekv.errors import RestoreKVError, RestoreKVWarning
+from restorekv.files import write_json
+from restorekv.tiny.suite import documents as suite
 
 TESTED = 156  # documents of the bundled suite that docs/table1.md is measured on; the demo asks the first 52
 

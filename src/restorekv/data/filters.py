@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.data.config import BuildConfig
 from restorekv.data.overlap import words
 from restorekv.errors import RestoreKVError
-from restorekv.prompt import Context, make_context
+from restorekv.model.prompt import Context, make_context
 
 MARGIN = 64  # positions left for the wording of what is asked beside the longest question
 

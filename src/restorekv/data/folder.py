@@ -6,9 +6,9 @@ import json
 import shutil
 from pathlib import Path
 
-from restorekv.atomic import write_json
 from restorekv.data.manifest import NAME, RECORD, read_manifest
 from restorekv.errors import RestoreKVError
+from restorekv.files import write_json
 
 PARTS = "parts"
 

@@ -16,7 +16,7 @@ from restorekv.data.overlap import Evaluations
 from restorekv.data.parts import Parts
 from restorekv.data.selfstudy import reply, study
 from restorekv.data.sources import Source
-from restorekv.prompt import Context, encode
+from restorekv.model.prompt import Context, encode
 
 Progress = Callable[[int, int, str], None]
 

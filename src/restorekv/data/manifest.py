@@ -11,10 +11,10 @@ from pathlib import Path
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv import __version__
+from restorekv._version import __version__
 from restorekv.errors import RestoreKVError
-from restorekv.models import model_fingerprint, model_name, rope_fingerprint
-from restorekv.prompt import template_hash
+from restorekv.model.load import model_fingerprint, model_name, rope_fingerprint
+from restorekv.model.prompt import template_hash
 
 FORMAT, VERSION, NAME = "restorekv-data", 1, "manifest.json"
 RECORD = "build.json"  # stands where a mixture is unfinished

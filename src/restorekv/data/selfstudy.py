@@ -10,14 +10,14 @@ import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.cache import RaggedCache
+from restorekv.cache.ragged import RaggedCache
+from restorekv.compression.generate import answer_ids, answer_text, stop_ids
 from restorekv.data.config import BuildConfig
 from restorekv.data.document import Document
 from restorekv.data.filters import fault_of_answer, fault_of_question
-from restorekv.generate import answer_ids, answer_text, stop_ids
-from restorekv.models import CacheShape
-from restorekv.prefill import prefill
-from restorekv.prompt import BETWEEN, Context, question_ids
+from restorekv.model.prefill import prefill
+from restorekv.model.prompt import BETWEEN, Context, question_ids
+from restorekv.model.shape import CacheShape
 
 ALONE = "Reply with the question alone, in one sentence."
 KINDS = {

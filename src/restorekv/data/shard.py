@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from restorekv.atomic import replacing
 from restorekv.data.files import optional
 from restorekv.errors import RestoreKVError
+from restorekv.files import replacing
 
 TEXTS = ("source", "document", "context", "kind", "question", "answer", "licence")
 NUMBERS = ("context_tokens", "question_tokens", "answer_tokens")

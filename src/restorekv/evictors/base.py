@@ -11,8 +11,8 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import spec
-from restorekv.probe import LayerProbe
-from restorekv.prompt import Context
+from restorekv.model.observer import LayerProbe
+from restorekv.model.prompt import Context
 
 Watch = Callable[[LayerProbe], None]
 Watched = TypeVar("Watched")

@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.kvzip import KVzip, Repetition, repetitions
-from restorekv.prompt import Context
+from restorekv.model.prompt import Context
 
 MOST_NOISE = 128  # tokens of a noise pass in the paper
 

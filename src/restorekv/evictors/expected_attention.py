@@ -20,7 +20,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.evictors.base import Evictor, pin
 from restorekv.evictors.query_moments import QueryMoments, expected_weights
 from restorekv.evictors.streaming import sink_columns
-from restorekv.prompt import Context
+from restorekv.model.prompt import Context
 
 
 @dataclass(frozen=True)

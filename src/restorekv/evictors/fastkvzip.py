@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from restorekv.errors import RestoreKVError
+from restorekv.evictors.gate_file import Layer
 from restorekv.evictors.gated import Gated, at_least_zero, linear, recent
-from restorekv.gate_file import Layer
-from restorekv.prompt import Context
+from restorekv.model.prompt import Context
 
 EPSILON = 1e-6  # of the RMS norms
 

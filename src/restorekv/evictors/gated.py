@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv import gate_file
 from restorekv.errors import RestoreKVError
+from restorekv.evictors import gate_file
 from restorekv.evictors.base import Evictor, pin
-from restorekv.gate_file import Gate, Layer
-from restorekv.models import CacheShape
-from restorekv.probe import LayerProbe
-from restorekv.prompt import Context
+from restorekv.evictors.gate_file import Gate, Layer
+from restorekv.model.observer import LayerProbe
+from restorekv.model.prompt import Context
+from restorekv.model.shape import CacheShape
 
 Predict = Callable[[Layer, Tensor], Tensor]
 

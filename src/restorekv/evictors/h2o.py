@@ -18,13 +18,13 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.attention import blocked
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.attend import REDUCTIONS, on_gpu, over_groups, triton_maxima
 from restorekv.evictors.base import Evictor
-from restorekv.models import CacheShape
-from restorekv.probe import LayerProbe
-from restorekv.prompt import Context
+from restorekv.model.attention import blocked
+from restorekv.model.observer import LayerProbe
+from restorekv.model.prompt import Context
+from restorekv.model.shape import CacheShape
 
 
 class ColumnMaxima:

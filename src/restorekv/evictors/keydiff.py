@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.evictors.base import Evictor
-from restorekv.prompt import Context
+from restorekv.model.prompt import Context
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv import spec
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.base import Evictor
-from restorekv.models import decoder
-from restorekv.prompt import Context
+from restorekv.model.prompt import Context
+from restorekv.model.shape import decoder
 
 MISSING = (
     "The evictor kvpress needs kvpress 0.5.5, which needs transformers < 5.3; "

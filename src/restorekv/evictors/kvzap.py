@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from restorekv import gate_file
+from restorekv.evictors import gate_file
+from restorekv.evictors.gate_file import Gate, Layer
 from restorekv.evictors.gated import Gated, at_least_zero, linear, recent
-from restorekv.gate_file import Gate, Layer
-from restorekv.prompt import Context
+from restorekv.model.prompt import Context
 
 
 @dataclass(frozen=True)

@@ -21,15 +21,15 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.cache_utils import CacheLayerMixin
 
-from restorekv.attention import blocked
-from restorekv.cache import RaggedLayer
+from restorekv.cache.ragged import RaggedLayer
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.attend import on_gpu, triton_maxima
 from restorekv.evictors.base import Evictor
-from restorekv.models import CacheShape, decoder
-from restorekv.prefill import behind
-from restorekv.probe import LayerProbe, probing
-from restorekv.prompt import Context, encode
+from restorekv.model.attention import blocked
+from restorekv.model.observer import LayerProbe, probing
+from restorekv.model.prefill import behind
+from restorekv.model.prompt import Context, encode
+from restorekv.model.shape import CacheShape, decoder
 
 FIRST = "\n\nRepeat the previous context exactly."
 LATER = "\n\nRepeat the part of the previous context exactly, starting with"

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from restorekv.evictors.kvzip import KVzip, column_maxima
-from restorekv.probe import LayerProbe
+from restorekv.model.observer import LayerProbe
 
 
 @dataclass(frozen=True)

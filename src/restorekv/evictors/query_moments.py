@@ -6,8 +6,8 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import rotate_half
 
 from restorekv.errors import ModelError
-from restorekv.models import CacheShape, decoder
-from restorekv.probe import LayerProbe
+from restorekv.model.observer import LayerProbe
+from restorekv.model.shape import CacheShape, decoder
 
 
 class QueryMoments:

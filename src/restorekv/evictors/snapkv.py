@@ -23,10 +23,10 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.attend import REDUCTIONS, attention_blocks, over_groups
 from restorekv.evictors.base import Evictor, pin
-from restorekv.models import CacheShape, decoder
-from restorekv.prefill import passing
-from restorekv.probe import LayerProbe, probing
-from restorekv.prompt import Context
+from restorekv.model.observer import LayerProbe, probing
+from restorekv.model.prefill import passing
+from restorekv.model.prompt import Context
+from restorekv.model.shape import CacheShape, decoder
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.base import Evictor, pin
-from restorekv.models import CacheShape
-from restorekv.prompt import Context
+from restorekv.model.prompt import Context
+from restorekv.model.shape import CacheShape
 
 
 @dataclass(frozen=True)

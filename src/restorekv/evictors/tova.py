@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.evictors.base import Evictor
 from restorekv.evictors.snapkv import SnapKV
-from restorekv.prompt import Context
+from restorekv.model.prompt import Context
 
 LAST = SnapKV(window=1, kernel=1, groups="mean")  # reads the last token once more; the pool of one column is no pool
 

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from restorekv.attention.triton_attend import DTYPES, factor_type, last_together, pairs_at_once, resources
-from restorekv.attention.triton_kernels import LOG2E
+from restorekv.model.attention.triton_attend import DTYPES, factor_type, last_together, pairs_at_once, resources
+from restorekv.model.attention.triton_kernels import LOG2E
 
 Pairs = tuple[Tensor, Tensor]
 VARYING = ["rows", "sinks", "start", "stop", "columns", "skipped"]  # of whose values kernels are no special cases

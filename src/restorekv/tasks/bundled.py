@@ -8,9 +8,9 @@ from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.bundled import suite, world
 from restorekv.errors import RestoreKVError
 from restorekv.tasks.base import Benchmark, Question, Sample
+from restorekv.tiny import suite, world
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from restorekv.cache import RaggedCache
-from restorekv.models import decoder, logits
+from restorekv.cache.ragged import RaggedCache
+from restorekv.model.load import logits
+from restorekv.model.shape import decoder
 from restorekv.train.distill import answer_rows
 
 HIDDEN, ATTENTION = "hidden", "attention"  # what a layer puts out; what its attention puts out

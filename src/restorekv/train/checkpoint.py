@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.atomic import replacing
 from restorekv.errors import RestoreKVError
-from restorekv.restore import RestoreAdapter
+from restorekv.files import replacing
+from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.config import TrainConfig
 from restorekv.train.example import Example, digest
 from restorekv.train.lessons import facts

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from restorekv import attention
-from restorekv.cache import RaggedCache
+from restorekv.cache.ragged import RaggedCache
+from restorekv.compression.prepared import PreparedContext
 from restorekv.errors import RestoreKVError
-from restorekv.models import logits
-from restorekv.prefill import passing
-from restorekv.prepared import Prepared
-from restorekv.restore import RestoreAdapter
+from restorekv.model import attention
+from restorekv.model.load import logits
+from restorekv.model.prefill import passing
+from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.answers import answer_pass
 from restorekv.train.distill import divergence, from_hidden
-from restorekv.train.lessons import Lessons
-from restorekv.train.teacher import Lesson
-from restorekv.train.visit import Visit
+from restorekv.train.lessons import TeacherCache
+from restorekv.train.teacher import TeacherTarget
+from restorekv.train.visit import StepSample
 
 SAME = {torch.float32: 1e-3, torch.float64: 1e-6}  # of losses, absolute and relative; else ROUNDED
 ROUNDED = 0.05
@@ -41,7 +41,7 @@ class Checks:
 
 
 @torch.no_grad()
-def check(adapter: RestoreAdapter, lessons: Lessons, visit: Visit) -> Checks:
+def check(adapter: RestoreAdapter, lessons: TeacherCache, visit: StepSample) -> Checks:
     """Compares what must be equal on the questions of a visit; raises RestoreKVError where it is not.
 
     The teacher's stored states are those of the plain model on its dense cache; the evicted student is the one that
@@ -61,7 +61,7 @@ def check(adapter: RestoreAdapter, lessons: Lessons, visit: Visit) -> Checks:
             f"The teacher's answers are not those of this model on its full cache (loss {full:.4f}); build the data "
             "with this model, or delete the folder of --store."
         )
-    restored = prepared.restored_by(adapter)
+    restored = prepared.with_restore_cache(adapter)
     base, none = loss(prepared.at(ratio)), loss(restored.at(ratio, 0))
     with attention.using("naive"):
         defined = loss(prepared.at(ratio))
@@ -71,13 +71,13 @@ def check(adapter: RestoreAdapter, lessons: Lessons, visit: Visit) -> Checks:
     return Checks(ratio, full, base, loss(restored.at(ratio)))
 
 
-def losses(lessons: Lessons, cache: RaggedCache, taught: list[Lesson]) -> Tensor:
+def losses(lessons: TeacherCache, cache: RaggedCache, taught: list[TeacherTarget]) -> Tensor:
     """(M,) over all questions of the context, symmetric."""
     seen = answer_pass(lessons.model, cache, [x.ids for x in taught], [x.answer for x in taught])
     return from_hidden(lessons.model, torch.cat([x.hidden for x in taught]), seen.hidden)
 
 
-def plain(lessons: Lessons, prepared: Prepared, taught: list[Lesson]) -> Tensor:
+def plain(lessons: TeacherCache, prepared: PreparedContext, taught: list[TeacherTarget]) -> Tensor:
     """`losses` of the model on the dense cache, one question at a time, by the logits that it makes itself."""
     model, found = lessons.model, []
     for lesson in taught:

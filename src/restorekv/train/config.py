@@ -7,10 +7,10 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from restorekv.budget import PrefixPolicy
-from restorekv.compression import Eviction
+from restorekv.compression.budget import PrefixPolicy
+from restorekv.compression.compressor import Eviction
+from restorekv.compression.prepared import RestoreFrom, one_of
 from restorekv.errors import RestoreKVError
-from restorekv.prepared import RestoreFrom, one_of
 from restorekv.train.answers import ATTENTION, HIDDEN
 from restorekv.train.distill import DIRECTIONS, REDUCTIONS, Direction, Reduction
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.bundled.suite import documents
 from restorekv.data.mixture import read_mixture, record
 from restorekv.errors import RestoreKVError, RestoreKVWarning
-from restorekv.models import decoder, longest
-from restorekv.prompt import default_between, encode, make_context
+from restorekv.model.load import longest
+from restorekv.model.prompt import default_between, encode, make_context
+from restorekv.model.shape import decoder
+from restorekv.tiny.suite import documents
 from restorekv.train.config import TrainConfig
 from restorekv.train.example import Example
 from restorekv.train.json_lines import from_lines

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from restorekv.models import logits
+from restorekv.model.load import logits
 
 Direction = Literal["symmetric", "forward", "reverse"]
 Reduction = Literal["mean", "sum"]

@@ -18,13 +18,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv import attention, evictors
-from restorekv.atomic import replacing
+from restorekv import evictors
 from restorekv.errors import RestoreKVError
-from restorekv.models import CacheShape, model_fingerprint
-from restorekv.prefill import prefill
-from restorekv.probe import LayerProbe, probing
-from restorekv.prompt import Context, make_context
+from restorekv.files import replacing
+from restorekv.model import attention
+from restorekv.model.load import model_fingerprint
+from restorekv.model.observer import LayerProbe, probing
+from restorekv.model.prefill import prefill
+from restorekv.model.prompt import Context, make_context
+from restorekv.model.shape import CacheShape
 
 Progress = Callable[[int, int, str], None]  # done, of how many, what
 

@@ -7,11 +7,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv import gate_file
 from restorekv.errors import RestoreKVError
+from restorekv.evictors import gate_file
+from restorekv.evictors.gate_file import TARGETS, Gate, GateCard
 from restorekv.evictors.gated import Predict
-from restorekv.gate_file import TARGETS, Gate, GateCard
-from restorekv.models import CacheShape
+from restorekv.model.shape import CacheShape
 from restorekv.train.features import Features, Progress, collect
 from restorekv.train.gate_fits import FITS, GateConfig, Stacked, loss_of
 

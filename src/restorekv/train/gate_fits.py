@@ -18,10 +18,10 @@ from torch import Tensor
 
 from restorekv.errors import GateError, RestoreKVError
 from restorekv.evictors.fastkvzip import FastKVzip
+from restorekv.evictors.gate_file import KINDS
 from restorekv.evictors.gated import Predict
 from restorekv.evictors.kvzap import KVzap
-from restorekv.gate_file import KINDS
-from restorekv.models import CacheShape
+from restorekv.model.shape import CacheShape
 from restorekv.train.features import Features, Progress
 
 RATES = {"fastkvzip": 0.2, "kvzap-mlp": 5e-3}

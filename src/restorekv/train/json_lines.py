@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from restorekv.errors import RestoreKVError
-from restorekv.licences import identifier, known
+from restorekv.restore.license import identifier, known
 from restorekv.train.example import Example
 
 KEYS = ("context", "questions", "answers", "source", "licence", "license", "meta")  # meta: whatever the user likes

@@ -11,24 +11,24 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv import attention
+from restorekv.compression.generate import stop_ids
+from restorekv.compression.prepared import PreparedContext
 from restorekv.data.manifest import tokenizer_hash
-from restorekv.generate import stop_ids
-from restorekv.models import model_fingerprint, rope_fingerprint
-from restorekv.prefill import prefill
-from restorekv.prepared import Prepared
-from restorekv.prompt import Context, make_context, template_hash
+from restorekv.model import attention
+from restorekv.model.load import model_fingerprint, rope_fingerprint
+from restorekv.model.prefill import prefill
+from restorekv.model.prompt import Context, make_context, template_hash
 from restorekv.train.config import TrainConfig
 from restorekv.train.example import Example
 from restorekv.train.store import Store
-from restorekv.train.teacher import Lesson, Teacher
+from restorekv.train.teacher import Teacher, TeacherTarget
 
 # of a config, what says where it is from and not what the model computes
 SPEAKING = ("name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "attn_implementation")
-Taught = tuple[Prepared, list[Lesson]]
+Taught = tuple[PreparedContext, list[TeacherTarget]]
 
 
-class Lessons:
+class TeacherCache:
     """`self[index]`: a context without a restore cache, and its lessons.
 
     The first `config.keep` contexts stay in memory. With a `store`, scores and lessons are kept there, and with
@@ -66,7 +66,7 @@ class Lessons:
             self.kept[index] = prepared, lessons
         return prepared, lessons
 
-    def prepared(self, context: Context) -> Prepared:
+    def prepared(self, context: Context) -> PreparedContext:
         """Prefill and scores, each from the store if it is there."""
         if self.store is None:
             return self.eviction.prepare(self.model, self.tokenizer, context)
@@ -80,7 +80,7 @@ class Lessons:
         if full is None or self.store_prefill:
             full = self.prefilled(context, text, full)
         stored = scores["scores"].to(self.model.device)
-        return Prepared(self.model, context, full, stored, self.eviction.conventions)
+        return PreparedContext(self.model, context, full, stored, self.eviction.conventions)
 
     def prefilled(self, context: Context, key: dict, full: DynamicCache | None) -> DynamicCache:
         """The full cache, from the store if it is kept there."""
@@ -89,7 +89,7 @@ class Lessons:
         held = self.store.get("prefill", key, lambda: packed(full or prefill(self.model, context.ids)))
         return unpacked(held, self.model.device)
 
-    def taught(self, prepared: Prepared, example: Example) -> list[Lesson]:
+    def taught(self, prepared: PreparedContext, example: Example) -> list[TeacherTarget]:
         """The lessons, from the store if they are there."""
         if self.store is None:
             return self.teacher.teach(prepared, example)
@@ -133,8 +133,8 @@ def unpacked(held: dict[str, Tensor], device: torch.device) -> DynamicCache:
     return full
 
 
-def written(lessons: list[Lesson]) -> dict[str, Tensor]:
-    """Lessons as named tensors."""
+def written(lessons: list[TeacherTarget]) -> dict[str, Tensor]:
+    """Targets as named tensors."""
     held = {}
     for number, lesson in enumerate(lessons):
         parts = {"row": lesson.ids.int(), "answer": torch.tensor(lesson.answer), "hidden": lesson.hidden}
@@ -143,11 +143,11 @@ def written(lessons: list[Lesson]) -> dict[str, Tensor]:
     return held
 
 
-def read(held: dict[str, Tensor], count: int, device: torch.device) -> list[Lesson]:
+def read(held: dict[str, Tensor], count: int, device: torch.device) -> list[TeacherTarget]:
     """The counterpart of `written`."""
     lessons = []
     for number in range(count):
         own = {name.partition(".")[2]: x for name, x in held.items() if name.partition(".")[0] == str(number)}
         states = {name.removeprefix("state."): x.to(device) for name, x in own.items() if name.startswith("state.")}
-        lessons.append(Lesson(own["row"].long(), int(own["answer"]), own["hidden"].to(device), states))
+        lessons.append(TeacherTarget(own["row"].long(), int(own["answer"]), own["hidden"].to(device), states))
     return lessons

@@ -21,10 +21,10 @@ from torch.utils.tensorboard import SummaryWriter
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv.compression.prepared import PreparedContext
 from restorekv.errors import AdapterError, RestoreKVError
-from restorekv.prepared import Prepared
-from restorekv.prompt import encode
-from restorekv.restore import RestoreAdapter
+from restorekv.model.prompt import encode
+from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train import checkpoint
 from restorekv.train.answers import answer_pass
 from restorekv.train.checkpoint import Run
@@ -33,22 +33,22 @@ from restorekv.train.config import TrainConfig, learning_rate
 from restorekv.train.data import check_lengths
 from restorekv.train.distill import from_hidden, matching, reduced
 from restorekv.train.example import Example, sources
-from restorekv.train.lessons import Lessons
-from restorekv.train.parallel import ALONE, Team
-from restorekv.train.teacher import Lesson
-from restorekv.train.visit import Visit, draw
+from restorekv.train.lessons import TeacherCache
+from restorekv.train.parallel import SINGLE_PROCESS, ProcessGroup
+from restorekv.train.teacher import TeacherTarget
+from restorekv.train.visit import StepSample, draw
 
 Progress = Callable[[int, int, float], None]
 
 
 def visit_loss(
-    model: PreTrainedModel, adapter: RestoreAdapter, taught: tuple[Prepared, list[Lesson]], visit: Visit,
-    config: TrainConfig,
+    model: PreTrainedModel, adapter: RestoreAdapter, taught: tuple[PreparedContext, list[TeacherTarget]],
+    visit: StepSample, config: TrainConfig,
 ) -> Tensor:  # fmt: skip
     """Loss of one context over the answer tokens of its drawn questions."""
     prepared, lessons = taught
     chosen = [lessons[question] for question in visit.questions]
-    student = prepared.restored_by(adapter).at(visit.ratio, visit.tokens)
+    student = prepared.with_restore_cache(adapter).at(visit.ratio, visit.tokens)
     rows, answers = [lesson.ids for lesson in chosen], [lesson.answer for lesson in chosen]
     watched = config.watched()
     seen = answer_pass(model, student, rows, answers, tuple(watched))
@@ -71,14 +71,14 @@ def train(
     *,
     store: Path | None = None,
     store_prefill: bool = False,
-    team: Team = ALONE,
+    team: ProcessGroup = SINGLE_PROCESS,
     notice: Callable[[str], None] = lambda text: None,
 ) -> RestoreAdapter:
     """Train an adapter, write it to `folder`/adapter and return it; `notice` hears what was found before the start.
 
     Logs go to `folder`/loss.csv and TensorBoard files, checkpoints to `folder`. `resume` continues from the
     checkpoint with the losses an uninterrupted run would have had. `store` is a folder for what runs have in common
-    (`Lessons`). Raises RestoreKVError when `folder` holds another run.
+    (`TeacherCache`). Raises RestoreKVError when `folder` holds another run.
     """
     if not examples:
         raise RestoreKVError("There is nothing to train on; give at least one example.")
@@ -93,7 +93,7 @@ def train(
     team.agree(config.text() + json.dumps(run.origin))
     check_lengths(model, tokenizer, examples, config)
     start = opened(folder, run, resume, team, notice)
-    lessons = Lessons(model, tokenizer, examples, config, store, store_prefill)
+    lessons = TeacherCache(model, tokenizer, examples, config, store, store_prefill)
     first = draw(config, start, examples, team.size)[team.rank]
     with team.level(model):
         notice(str(check(adapter, lessons, first)))
@@ -110,7 +110,7 @@ def train(
     return adapter
 
 
-def opened(folder: Path, run: Run, resume: bool, team: Team, notice: Callable[[str], None]) -> int:
+def opened(folder: Path, run: Run, resume: bool, team: ProcessGroup, notice: Callable[[str], None]) -> int:
     """The step to begin with; the log then ends before it."""
     start = checkpoint.restart(folder, run) if resume else 0
     if resume and not start:
@@ -122,7 +122,13 @@ def opened(folder: Path, run: Run, resume: bool, team: Team, notice: Callable[[s
 
 
 def take_step(
-    adapter: RestoreAdapter, lessons: Lessons, config: TrainConfig, step: int, optimizer, parameters, team: Team = ALONE
+    adapter: RestoreAdapter,
+    lessons: TeacherCache,
+    config: TrainConfig,
+    step: int,
+    optimizer,
+    parameters,
+    team: ProcessGroup = SINGLE_PROCESS,
 ) -> float:
     """One optimizer step over `config.contexts` contexts of every process; returns the mean loss."""
     model = lessons.model
@@ -175,7 +181,7 @@ def continued(model: PreTrainedModel, config: TrainConfig) -> RestoreAdapter:
     return adapter
 
 
-def finish(adapter: RestoreAdapter, lessons: Lessons, folder: Path, team: Team) -> None:
+def finish(adapter: RestoreAdapter, lessons: TeacherCache, folder: Path, team: ProcessGroup) -> None:
     """The adapter with what it was trained with, in its folder; what one began with counts among its data."""
     config, before = lessons.config, adapter.card
     began = [row | {"source": f"{row.get('source')}, through the adapter it began with"} for row in before.data or []]

@@ -19,16 +19,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from restorekv import base_weights, models
 from restorekv.errors import RestoreKVError
-from restorekv.models import decoder, model_fingerprint, usable_device
+from restorekv.model import base_weights
+from restorekv.model import load as models
+from restorekv.model.load import model_fingerprint, usable_device
+from restorekv.model.shape import decoder
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 LAUNCH = "`accelerate launch -m restorekv train`"
 TIMEOUT = timedelta(minutes=30)  # how long a process waits for one that is stuck; the longest step has to fit
 
 
-class Team(Protocol):
+class ProcessGroup(Protocol):
     """Processes that run the same steps on different contexts and average their gradients."""
 
     rank: int
@@ -72,7 +74,7 @@ class Alone:
         yield
 
 
-ALONE = Alone()
+SINGLE_PROCESS = Alone()
 
 
 class Together:
@@ -181,10 +183,10 @@ def wants_shards(asked: bool) -> bool:
 
 
 @contextmanager
-def assembled(device: torch.device) -> Iterator[Team]:
+def assembled(device: torch.device) -> Iterator[ProcessGroup]:
     """The team of this process, for the block; raises RestoreKVError if another process stops meanwhile."""
     if processes() == 1:
-        yield ALONE
+        yield SINGLE_PROCESS
         return
     try:
         if device.type == "cuda":

@@ -18,8 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from restorekv.atomic import replacing
 from restorekv.errors import RestoreKVError
+from restorekv.files import replacing
 
 VERSION = 1
 SPARE = 2**30  # bytes of the disk that are left free

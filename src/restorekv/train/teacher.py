@@ -14,17 +14,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.cache import RaggedCache
-from restorekv.generate import BATCH, answer_ids, stop_ids
-from restorekv.models import logits
-from restorekv.prepared import Prepared
-from restorekv.prompt import encode, question_ids
+from restorekv.cache.ragged import RaggedCache
+from restorekv.compression.generate import BATCH, answer_ids, stop_ids
+from restorekv.compression.prepared import PreparedContext
+from restorekv.model.load import logits
+from restorekv.model.prompt import encode, question_ids
 from restorekv.train.answers import States, answer_pass
 from restorekv.train.example import Example
 
 
 @dataclass(frozen=True)
-class Lesson:
+class TeacherTarget:
     """A question and the teacher's answer as ids, how many of them are the answer (M), and the teacher's states there.
 
     hidden (M, d), from which the LM head makes its logits; states by name, (layers, M, d) each.
@@ -46,7 +46,7 @@ class Teacher:
     watch: tuple[str, ...] = ()
 
     @torch.no_grad()
-    def teach(self, prepared: Prepared, example: Example) -> list[Lesson]:
+    def teach(self, prepared: PreparedContext, example: Example) -> list[TeacherTarget]:
         """A lesson on every question of a context.
 
         Answers that this teacher wrote before (`example.answer_ids`) are taken as they are. A draft whose every id is
@@ -75,7 +75,9 @@ class Teacher:
         """A draft's ids with an EOS id behind them, unless the limit cut it off."""
         return torch.tensor([*encode(self.tokenizer, draft)[0].tolist(), stop][: self.max_new_tokens])
 
-    def assess(self, cache: RaggedCache, asked: list[Tensor], answers: list, indices) -> list[tuple[Lesson, bool]]:
+    def assess(
+        self, cache: RaggedCache, asked: list[Tensor], answers: list, indices
+    ) -> list[tuple[TeacherTarget, bool]]:
         """The lessons on the questions named by `indices`, and whether the answer is the greedy one."""
         if len(indices) > BATCH:
             parts = [indices[start : start + BATCH] for start in range(0, len(indices), BATCH)]
@@ -93,5 +95,5 @@ class Teacher:
             found = logits(self.model, hidden).argmax(-1).cpu()
             if {int(found[-1]), int(row[-1])} <= stops:  # of several EOS ids the teacher's own
                 row = torch.cat([row[:-1], found[-1:]])
-            lessons.append((Lesson(row, count, hidden, states), torch.equal(found, row[-count:])))
+            lessons.append((TeacherTarget(row, count, hidden, states), torch.equal(found, row[-count:])))
         return lessons

@@ -11,7 +11,7 @@ from restorekv.train.example import Example
 
 
 @dataclass(frozen=True)
-class Visit:
+class StepSample:
     """One context of one step: which of its questions, at which ratio, with how many restore tokens."""
 
     index: int
@@ -20,7 +20,7 @@ class Visit:
     tokens: int
 
 
-def draw(config: TrainConfig, step: int, examples: list[Example], size: int = 1) -> list[Visit]:
+def draw(config: TrainConfig, step: int, examples: list[Example], size: int = 1) -> list[StepSample]:
     """The visits of `step` by all `size` processes; contexts are shuffled anew every epoch."""
     rng = random.Random(f"step {config.seed} {step}")
     count = config.contexts * size
@@ -33,7 +33,7 @@ def draw(config: TrainConfig, step: int, examples: list[Example], size: int = 1)
         chosen = tuple(rng.sample(asked, min(config.questions, len(asked))))
         ratio = f"{ratio_of(config, rng):.6f}"
         tokens = rng.randint(1, config.restore_tokens) if config.nested else config.restore_tokens
-        visits.append(Visit(order[place], chosen, ratio, tokens))
+        visits.append(StepSample(order[place], chosen, ratio, tokens))
     return visits
 
 

@@ -1,0 +1,1 @@
+"""Speed and memory on this machine, measured side by side: `python -m benchmarks NAME`."""

@@ -1,0 +1,40 @@
+"""`python -m benchmarks NAME`, in a checkout: time and memory on this machine, side by side in one run."""
+
+import sys
+
+import typer
+
+from restorekv.cli import Commands, invoke
+
+COMMANDS = {
+    "compare": ("benchmarks.cli.compare", "Measure time and memory beside kvpress 0.5.5."),
+    "scorers": ("benchmarks.cli.scorers", "Measure what every method's scoring costs beside the prefill."),
+    "kernel": ("benchmarks.cli.kernel", "Time attention over a compressed cache on a GPU."),
+    "memory": ("benchmarks.cli.memory", "Measure the memory and growth of every phase of a compression."),
+    "decode": ("benchmarks.cli.decode", "Measure decode steps over a compressed cache, and many answers."),
+    "train": ("benchmarks.cli.train", "Measure time and memory of a training step, phase by phase."),
+    "charts": ("benchmarks.cli.charts", "Draw a chart of every benchmark's stored result."),
+}
+
+
+class Benchmarks(Commands):
+    """The benchmarks of this checkout."""
+
+    table = COMMANDS
+
+
+app = typer.Typer(cls=Benchmarks, add_completion=False)
+
+
+@app.callback()
+def root() -> None:
+    """Measure time and memory on this machine."""
+
+
+def execute(args: list[str]) -> int:
+    """Run one benchmark."""
+    return invoke(typer.main.get_command(app), args or ["--help"], "python -m benchmarks", COMMANDS)
+
+
+if __name__ == "__main__":
+    sys.exit(execute(sys.argv[1:]))

@@ -1,0 +1,77 @@
+"""What 8 bits a number and streaming cost in answers: python -m benchmarks.accuracy [DOCUMENTS [FOLDER]].
+
+Documents of the bundled suite, compressed by KVzip with the bundled model in float32 and its restore adapter: held in
+float32, int8 and fp8 from one preparation, and streamed in parts of PART tokens (documents of at most PART tokens go
+the plain way). Cells of a grid like any other: FOLDER is a run that `restorekv report` reads, and one that was stopped
+goes on. Scores are means over families x 100; a difference is paired with the same questions of the plain way, its
+interval a 95 % bootstrap over documents.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from restorekv.cache.quantized import STORAGES
+from restorekv.errors import RestoreKVError, RestoreKVWarning
+from restorekv.evaluation.cell import Cell
+from restorekv.evaluation.results import Result
+from restorekv.evaluation.run import Here, Progress
+from restorekv.evaluation.run import run as carry_out
+from restorekv.evaluation.stats import compared
+from restorekv.model.load import BUNDLED
+
+RATIOS, PART = ("0.2", "0.05"), 512
+VARIANTS = {storage: {"storage": storage} for storage in STORAGES} | {f"streaming {PART}": {"streaming": PART}}
+Key = tuple[str, str]  # variant, ratio
+
+
+def cells(documents: int) -> dict[Key, Cell]:
+    """Every variant at every ratio, the plain ones first."""
+    place = {"model": BUNDLED, "benchmark": f"bundled:count={documents}", "dtype": "float32", "prefix_policy": "free"}
+    return {
+        (name, ratio): Cell(evictor="kvzip", ratio=ratio, adapter="auto", **place, **changed)
+        for name, changed in VARIANTS.items()
+        for ratio in RATIOS
+    }
+
+
+def run(documents: int, folder: Path, progress: Callable[[str], None] = lambda text: None) -> dict[Key, Result]:
+    """What is missing in the folder is done."""
+    wanted = cells(documents)
+
+    def tell(told: Progress) -> None:
+        progress(f"{told.what}: {told.share:.0%}")
+
+    done = {result.cell: result for result in carry_out(list(wanted.values()), folder, Here(), tell)}
+    return {key: done[cell] for key, cell in wanted.items()}
+
+
+def markdown(results: dict[Key, Result]) -> str:
+    """A row for every variant and ratio."""
+    text = "| variant | r | score | difference | bytes held of plain |\n|---|---|---|---|---|\n"
+    for (name, ratio), result in results.items():
+        plain = results[STORAGES[0], ratio]
+        found = compared(result.answers, plain.answers)
+        share = result.summary["bytes"] / plain.summary["bytes"]
+        gain = f"{found['gain']:+.1f} [{found['gain_low']:+.1f}, {found['gain_high']:+.1f}]"
+        text += f"| {name} | {ratio} | {found['score']:.1f} | {'' if result is plain else gain} | {share:.3f} |\n"
+    return text
+
+
+def main(documents: str = "52", folder: str = "runs/accuracy") -> None:
+    """Prints the table, or a mistake in one sentence."""
+    warnings.simplefilter("ignore", RestoreKVWarning)
+    try:
+        if not documents.isdecimal():
+            raise RestoreKVError(f"DOCUMENTS is a number, not {documents!r}.")
+        found = run(int(documents), Path(folder), lambda told: print(told, file=sys.stderr, flush=True))
+    except RestoreKVError as error:
+        sys.exit(f"error: {error}")
+    print(markdown(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

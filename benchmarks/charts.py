@@ -1,0 +1,117 @@
+"""Charts of what benchmarks measured: a result file of `python -m benchmarks compare...` as one picture.
+
+Which benchmark a file is of is told by what its rows hold.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.chart_bars import compressing, layers, scoring, training
+from benchmarks.chart_lines import decoding, kernel
+from benchmarks.chart_memory import memory
+from restorekv.errors import RestoreKVError
+from restorekv.evaluation.report import picture
+from restorekv.evaluation.report.blocks import Chart
+from restorekv.evaluation.report.names import slug
+from restorekv.files import replacing
+
+KINDS: dict[frozenset[str], Callable[[Mapping], Chart]] = {
+    frozenset({"tokens", "side", "seconds", "small", "full"}): compressing,
+    frozenset({"ratio", "attention", "step"}): decoding,
+    frozenset({"tokens", "mode", "phases"}): memory,
+    frozenset({"method", "multiple"}): scoring,
+    frozenset({"variant", "seconds", "step"}): training,
+    frozenset({"ratio", "ours", "roofline"}): kernel,
+}
+BENCHMARKS = "bench, bench-decode, bench-memory, bench-scorers, bench-train or bench-kernel"
+DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
+
+
+def write(files: Sequence[Path], out: Path, png: bool = False) -> list[Path]:
+    """Every file's chart as OUT/NAME.svg, with `png` also as OUT/NAME.png; returns what was written.
+
+    All charts are made before the first is written. Raises RestoreKVError for a file that is missing, damaged or no
+    benchmark's, for two files of one name, and for an `out` that is no folder.
+    """
+    names = [file.stem for file in files]
+    twice = sorted(name for name in set(names) if names.count(name) > 1)
+    if twice:
+        raise RestoreKVError(f"Several files are called {twice[0]} and would have one chart; rename one of them.")
+    if out.exists() and not out.is_dir():
+        raise RestoreKVError(f"{out} is no folder; choose one for the charts.")
+    made: dict[Path, bytes] = {}
+    for file in files:
+        drawn = pictures(file, png)
+        made |= {out / f"{file.stem}{ending}": payload for ending, payload in drawn.items()}
+    out.mkdir(parents=True, exist_ok=True)
+    for path, payload in made.items():
+        with replacing(path) as temporary:
+            temporary.write_bytes(payload)
+    return list(made)
+
+
+def pictures(file: Path, png: bool) -> dict[str, bytes]:
+    """The file's chart by ending."""
+    result = read(file)
+    try:
+        chart = chart_of(file, result)
+        drawn = {".svg": picture.svg(chart).encode()}
+        return drawn | ({".png": picture.png(chart)} if png else {})
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise RestoreKVError(
+            f"{file} does not hold what its chart shows ({type(error).__name__}: {error}); measure again."
+        ) from error
+
+
+def read(file: Path) -> dict:
+    """The result; refuses what is none."""
+    try:
+        result = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RestoreKVError(f"There is no file {file}; give one that a benchmark's --json wrote.") from None
+    except ValueError:
+        raise RestoreKVError(f"{file} is no JSON, or damaged; give one that a benchmark's --json wrote.") from None
+    if maker(result) is None:
+        raise RestoreKVError(f"{file} is no result of {BENCHMARKS}; name the files that are.")
+    return result
+
+
+def maker(result: object) -> Callable[[Mapping], Chart] | None:
+    """What draws such a result."""
+    rows = result.get("rows") if isinstance(result, dict) else None
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        return None
+    return next((make for keys, make in KINDS.items() if all(keys <= row.keys() for row in rows)), None)
+
+
+def chart_of(file: Path, result: Mapping) -> Chart:
+    """The chart, under the file's name, with a note that says on what it was measured."""
+    chart = maker(result)(result)
+    return replace(chart, name=slug(file.stem), note=" ".join(filter(None, (chart.note, measured_on(file, result)))))
+
+
+def measured_on(file: Path, result: Mapping) -> str:
+    """Model, machine, versions and day, as far as the file tells; the day may be in its name."""
+    machine, model, day = result["machine"], result.get("model"), DAY.search(file.stem)
+    parts = []
+    if model:
+        parts += ["Random weights", f"{model['parameters'] / 1e6:,.0f} million parameters"]
+        parts += [layers(model["num_hidden_layers"]), model["dtype"]]
+        parts += [machine["processor"], f"{machine['threads']} thread{'s' * (machine['threads'] != 1)}"]
+    else:  # the kernel alone, on a GPU
+        parts.append(machine.get("device", machine["processor"]))
+        parts += [f"CUDA {machine['cuda']}"] if machine.get("cuda") else []
+    parts += [f"{name} {number}" for name, number in versions(result).items()]
+    parts.append(machine.get("date") or (day and day.group()))
+    return "; ".join(part.replace(" ", "\u00a0") for part in parts if part) + "."
+
+
+def versions(result: Mapping) -> Mapping[str, str]:
+    """Of packages: the machine's, or what our side told in older results."""
+    ours = (row["versions"] for row in result["rows"] if row.get("side") == "ours" and "versions" in row)
+    return result["machine"].get("versions") or next(ours, {})

@@ -1,0 +1,27 @@
+"""`python -m benchmarks charts`: a chart of each benchmark from the files that --json wrote."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from benchmarks.charts import write
+from restorekv.cli.session import output
+from restorekv.errors import RestoreKVError
+
+RESULTS = Path("benchmarks/results")
+
+
+def run(
+    files: Annotated[
+        list[Path], typer.Argument(help=f"What a benchmark's --json wrote; {RESULTS}/*.json if none.")
+    ] = (),
+    out: Annotated[Path, typer.Option(help="Folder of the charts, an SVG for every file.")] = Path("docs/charts"),
+    png: Annotated[bool, typer.Option("--png", help="A PNG of each too.")] = False,
+) -> None:
+    given = list(files) or sorted(RESULTS.glob("*.json"))
+    if not given:
+        raise RestoreKVError(f"There are no results in {RESULTS}; name files that a benchmark's --json wrote.")
+    for path in write(given, out, png):
+        output.print(f"Wrote {escape(str(path))}", soft_wrap=True)

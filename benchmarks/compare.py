@@ -1,0 +1,156 @@
+"""`python -m benchmarks compare`: time and memory of compressing and answering, beside kvpress 0.5.5.
+
+Both sides load the same weights and the same tokens from one folder, use the same number of threads and compress with
+KVzip to the same ratio and under the same prefix policy (counted). A measurement is a process of its own:
+
+    load, compress a short text as a warm-up, compress T tokens (seconds per phase, peak memory above what was
+    resident), ask a question and generate a fixed number of tokens, fill a full cache, generate again (r = 1).
+
+Ours also runs a restore pass with a random adapter (n = 8, rank 8), whose share is told apart. kvpress needs
+transformers < 5.3, hence its own environment; which side goes first alternates.
+"""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import torch
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv.compression.budget import exact_ratio
+from restorekv.errors import RestoreKVError
+from restorekv.evaluation import apart
+from restorekv.evaluation.machine import described
+from restorekv.evaluation.workload import SHAPE, save_model, save_tokenizer, text_of
+from restorekv.model.prompt import make_context, question_ids
+
+FOLDER = Path(__file__).parent
+OURS, KVPRESS = "ours", "kvpress"
+WARM_UP = 64  # tokens
+QUESTION = "Why?"  # short, because kvpress must find one key that every query of the question turns away from
+NO_KVPRESS = (
+    "kvpress is not measured, because there is no environment for it; run `make bench`, or give --kvpress-python."
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """`shape` replaces fields of Qwen3-0.6B's config; `decode` tokens are generated, the first two to warm up."""
+
+    tokens: Sequence[int] = (2048, 4096)
+    ratio: float | str = "0.05"
+    decode: int = 10
+    repeat: int = 1
+    threads: int = 0
+    seed: int = 0
+    kvpress_python: Path | None = None
+    shape: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        exact_ratio(self.ratio)
+        if not self.tokens or min(self.tokens) < WARM_UP:
+            raise RestoreKVError(f"Every number of tokens is at least {WARM_UP}, not {list(self.tokens)}.")
+        if self.decode < 4 or self.repeat < 1 or self.threads < 0 or self.shape.get("num_hidden_layers", 1) < 1:
+            raise RestoreKVError("Generate at least 4 tokens, with at least 1 repetition, layer and thread.")
+
+
+def run(options: Options, progress: Callable[[str], None] = lambda phase: None) -> dict:
+    """Every measurement; rows of medians per side and T, and ratios ours / kvpress per T."""
+    found = kvpress_version(options.kvpress_python) if options.kvpress_python else None
+    sides = [OURS, KVPRESS] if found else [OURS]
+    threads = options.threads or torch.get_num_threads()
+    shape = {**SHAPE, **options.shape}
+    rows: dict[tuple[int, str], list[dict]] = {}
+    with tempfile.TemporaryDirectory(prefix="restorekv-bench-") as name:
+        folder = Path(name)
+        progress("making the model")
+        tokenizer = save_tokenizer(folder)
+        parameters = save_model(folder, shape, options.seed)
+        for repetition in range(options.repeat):
+            for turn, tokens in enumerate(options.tokens):
+                job = {"model": name, "threads": threads, **job_of(options, tokenizer, tokens)}
+                for side in sides if (repetition + turn) % 2 == 0 else sides[::-1]:
+                    progress(f"T = {tokens:,}: {side}")
+                    rows.setdefault((tokens, side), []).append(measured(side, job, folder, options.kvpress_python))
+    middle = {key: middle_of(measurements) for key, measurements in rows.items()}
+    return {
+        "model": {"parameters": parameters, "dtype": "bfloat16", **shape},
+        "machine": described(threads),
+        "ratio": float(exact_ratio(options.ratio)),
+        "repeat": options.repeat,
+        "decoded": options.decode,
+        "kvpress": found,
+        "rows": [{"tokens": tokens, "side": side, **middle[tokens, side]} for tokens, side in sorted(middle)],
+        "ratios": {
+            str(tokens): ratios(middle[tokens, OURS], middle[tokens, KVPRESS]) for tokens in options.tokens if found
+        },
+        "note": None if found else NO_KVPRESS,
+    }
+
+
+def job_of(options: Options, tokenizer: Tokenizer, tokens: int) -> dict:
+    """The text with its ids, so that both sides read the same, and how to compress and decode."""
+    text = text_of(tokens, options.seed)
+    context = make_context(tokenizer, text)
+    assert context.tokens == tokens
+    return {
+        "text": text,
+        "context_ids": context.ids[0].tolist(),
+        "question_ids": question_ids(tokenizer, context, QUESTION)[0].tolist(),
+        "ratio": float(exact_ratio(options.ratio)),
+        "warm_up": WARM_UP,
+        "decode": options.decode,
+        "seed": options.seed,
+    }
+
+
+def kvpress_version(python: Path) -> str:
+    """Asks that environment; refuses one in which kvpress cannot run."""
+    code = "import importlib.metadata as m; print(m.version('kvpress'))"
+    try:
+        found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        raise RestoreKVError(f"{python} is not a Python with kvpress; run `make bench` to make one.") from None
+    return found
+
+
+def measured(side: str, job: dict, folder: Path, python: Path | None) -> dict:
+    """One measurement in a process of its own."""
+    what = f"The measurement of {side} at T = {len(job['text']):,}"
+    if side == OURS:
+        return apart.measured([sys.executable, "-m", "benchmarks.ours"], job, folder, what)
+    command = [str(python), str(FOLDER / "kvpress_side.py")]
+    # Packages of this environment do not fit that one.
+    return apart.measured(command, job, folder, what, without=["PYTHONPATH"])
+
+
+def middle_of(found: Sequence[dict]) -> dict:
+    """The median of every number over the repetitions; whatever is not a number is the first one's."""
+    middle = {}
+    for key, first in found[0].items():
+        every = [each[key] for each in found if key in each]
+        if isinstance(first, dict):
+            middle[key] = middle_of(every)
+        elif isinstance(first, int | float):
+            middle[key] = median(every)
+        else:
+            middle[key] = first
+    return middle
+
+
+def ratios(ours: dict, kvpress: dict) -> dict[str, float | None]:
+    """Ours / kvpress, below 1 where ours is faster or smaller. `compress` is KVzip on both sides, no restore pass."""
+    mine, theirs = ours["seconds"], kvpress["seconds"]
+    pairs = {
+        "compress": (mine["total"] - mine["restore"], theirs["total"]),
+        "compress and restore": (mine["total"], theirs["total"]),
+        "peak memory": (ours["peak"], kvpress["peak"]),
+        "bytes held": (ours["held"]["bytes"], kvpress["held"]["bytes"]),
+        "token": (ours["small"].get("token"), kvpress["small"].get("token")),
+        "token, r = 1": (ours["full"].get("token"), kvpress["full"].get("token")),
+    }
+    return {name: a / b if a and b else None for name, (a, b) in pairs.items()}

@@ -1,0 +1,86 @@
+"""A benchmark's result as rich tables and sentences."""
+
+from collections.abc import Callable, Iterator
+
+from rich.table import Table
+
+from benchmarks import operations
+from benchmarks.compare import KVPRESS, OURS
+from restorekv.compression.context import size
+
+Cell = Callable[[dict], str]
+
+
+def tables(result: dict) -> Iterator[Table | str]:
+    """One table per T, then the sentences."""
+    sides = {(row["tokens"], row["side"]): row for row in result["rows"]}
+    for tokens in sorted({tokens for tokens, _ in sides}):
+        yield table(tokens, sides[tokens, OURS], sides.get((tokens, KVPRESS)), result)
+    model, machine = result["model"], result["machine"]
+    yield (
+        f"Random weights, {model['parameters'] / 1e6:,.0f} million parameters ({model['num_hidden_layers']} layers), "
+        f"{model['dtype']}, {machine['threads']} threads on {machine['processor']}."
+    )
+    for tokens, ratios in result["ratios"].items():
+        known = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items() if ratio is not None)
+        yield f"T = {int(tokens):,}, r = {result['ratio']:g}, ours / kvpress: {known}."
+    for tokens in sorted({tokens for tokens, _ in sides}):
+        yield floor(tokens, sides[tokens, OURS], sides.get((tokens, KVPRESS)), model)
+    if result["note"]:
+        yield result["note"]
+
+
+def table(tokens: int, ours: dict, kvpress: dict | None, result: dict) -> Table:
+    """Quantities by sides."""
+    r = f"r = {result['ratio']:g}"
+    made = Table(title=f"T = {tokens:,} tokens, KVzip, {r}", title_justify="left")
+    made.add_column("")
+    made.add_column("ours", justify="right")
+    if kvpress:
+        made.add_column(f"kvpress {result['kvpress']}", justify="right")
+    for name, cell in rows(r):
+        made.add_row(name, cell(ours), *([cell(kvpress)] if kvpress else []), end_section=name.startswith("peak"))
+    return made
+
+
+def floor(tokens: int, ours: dict, kvpress: dict | None, model: dict) -> str:
+    """How long it would take if scoring's products ran as fast as the prefill's."""
+    first, scoring = operations.prefill(model, tokens), operations.kvzip(model, tokens)
+    seconds, share = ours["seconds"], scoring / first
+    least = seconds["prefill"] * (1 + share)
+    against = f", {least / kvpress['seconds']['total']:.2f} of kvpress's time" if kvpress else ""
+    return (
+        f"T = {tokens:,}: scoring is {scoring / 1e12:.2f} TFLOP, {share:.2f} times the prefill's {first / 1e12:.2f}, "
+        f"and took {seconds['score'] / seconds['prefill']:.2f} times its time; at the prefill's rate all of it takes "
+        f"{least:.1f} s{against}."
+    )
+
+
+def rows(r: str) -> list[tuple[str, Cell]]:
+    """What is told of each side."""
+    return [
+        ("prefill, s", lambda side: f"{side['seconds']['prefill']:.2f}"),
+        ("scoring, s", lambda side: f"{side['seconds']['score']:.2f}"),
+        ("eviction, s", lambda side: f"{side['seconds']['evict']:.2f}"),
+        ("restore pass, s", restore),
+        ("compress, all of it, s", lambda side: f"{side['seconds']['total']:.2f}"),
+        ("peak memory above weights", lambda side: "unknown" if side["peak"] is None else size(side["peak"])),
+        (f"pairs held, {r}", lambda side: f"{side['held']['pairs']:,} of {side['held']['pairs_full']:,}"),
+        (f"bytes held, {r}", lambda side: size(side["held"]["bytes"])),
+        ("bytes held, r = 1", lambda side: size(side["held"]["bytes_full"])),
+        (f"question, {r}, ms", lambda side: milliseconds(side["small"], "question")),
+        ("question, r = 1, ms", lambda side: milliseconds(side["full"], "question")),
+        (f"token, {r}, ms", lambda side: milliseconds(side["small"], "token")),
+        ("token, r = 1, ms", lambda side: milliseconds(side["full"], "token")),
+    ]
+
+
+def restore(side: dict) -> str:
+    """Seconds and share of the whole compression."""
+    seconds = side["seconds"]
+    return f"{seconds['restore']:.2f} ({seconds['restore'] / seconds['total']:.1%})" if "restore" in seconds else "none"
+
+
+def milliseconds(decoding: dict, what: str) -> str:
+    """Of a decoding; kvpress may have refused."""
+    return f"{decoding[what] * 1000:.1f}" if what in decoding else f"refused: {decoding['refused']}"

@@ -1,0 +1,219 @@
+"""`python -m benchmarks kernel`: a decode step's attention on a GPU, beside dense attention and the roofline.
+
+The shape is that of Llama-3.1-8B: 32 layers, 8 KV heads of 128, 4 query heads each, 32,768 tokens, bfloat16. Caches
+hold random numbers; heads keep unequal numbers of pairs, as a global ranking of scores leaves them, r T H in a layer.
+The dense rectangles hold as many, and all questions share one. A pass goes through all layers, each with a cache of its
+own, so that one layer's pairs have left the L2 cache before they are read again; the CUDA graph of a pass is replayed.
+
+    ours            attention over ragged context and tail, both kernels
+    sdpa            PyTorch's choice for a rectangle of as many pairs and the tail, query heads grouped by itself
+    sdpa, as rows   the same with a KV head's query heads given as rows of one product, which reads each pair once
+    flash-attn      flash_attn_with_kvcache, where that package is installed
+    roofline        bytes of pairs and tail over the bandwidth of a copy (read and written), measured in the same run
+
+Figures are seconds per layer, medians over replays; before anything is timed, ours is compared with the definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from itertools import pairwise
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.passes import Step, clocked, copying, each
+from restorekv.cache.ragged import RaggedLayer
+from restorekv.compression.budget import exact_ratio
+from restorekv.errors import RestoreKVError
+from restorekv.evaluation.machine import described
+from restorekv.model import attention
+from restorekv.model.attention import naive, tiles
+
+FLASH = "flash-attn"
+
+
+@dataclass(frozen=True)
+class Options:
+    """`questions` decode together over one context; `tail` rows hold restore cache, question and answer so far."""
+
+    tokens: int = 32768
+    ratios: Sequence[float] = (1, 0.4, 0.2, 0.1, 0.05)
+    questions: int = 1
+    tail: int = 64
+    layers: int = 32
+    heads: int = 8
+    groups: int = 4
+    width: int = 128
+    repeat: int = 50
+    seed: int = 0
+    copied: int = 1 << 30  # bytes of the copy that tells the bandwidth
+
+    def __post_init__(self) -> None:
+        for ratio in self.ratios:
+            exact_ratio(ratio)
+        counts = {name: value for name, value in asdict(self).items() if name not in ("ratios", "seed")}
+        if not self.ratios or min(counts.values()) < 1:
+            raise RestoreKVError(f"Measure at least 1 ratio, and 1 of each: {', '.join(counts)}.")
+
+
+REHEARSAL = Options(tokens=96, ratios=(1, 0.25), tail=5, layers=2, heads=2, width=32, repeat=1, copied=1 << 16)
+
+
+@torch.no_grad()
+def run(options: Options, progress: Callable[[str], None] = lambda phase: None, rehearse: bool = False) -> dict:
+    """Rows {ratio, pairs, bytes, roofline, ours, sdpa, ...}; rehearsing, on the CPU, and the figures mean nothing."""
+    usable(rehearse)
+    device = torch.device("cpu" if rehearse else "cuda")
+    progress("copy bandwidth")
+    bandwidth = copying(options.copied, device, lambda step: seconds(step, options.repeat, device))
+    rows = []
+    for ratio in options.ratios:
+        progress(f"r = {ratio:g}")
+        rows.append({"ratio": float(ratio), **measured(options, float(ratio), bandwidth, device)})
+    return {
+        "machine": {**described(torch.get_num_threads()), "cuda": torch.version.cuda},
+        "rehearsal": rehearse,
+        "options": asdict(options),
+        "bandwidth": bandwidth,
+        "rows": rows,
+    }
+
+
+def usable(rehearse: bool) -> None:
+    """Says what is missing."""
+    if not rehearse and not torch.cuda.is_available():
+        raise RestoreKVError("There is no CUDA device here to time; --rehearse goes through the motions on the CPU.")
+    if attention.triton_attend is None:
+        raise RestoreKVError("The GPU kernels need Triton; pip install 'restorekv[triton]'.")
+    if rehearse and not attention.triton_attend.INTERPRETED:
+        raise RestoreKVError("A rehearsal runs in Triton's interpreter; set TRITON_INTERPRET=1.")
+
+
+def measured(options: Options, ratio: float, bandwidth: float, device: torch.device) -> dict:
+    """One ratio, on caches of its own."""
+    generator = torch.Generator(device).manual_seed(options.seed)
+    layers = [random_layer(options, ratio, generator) for _ in range(options.layers)]
+    tiles.plan(layers)
+    shape = options.questions, options.heads, options.groups, 1, options.width
+    query = random(generator, *shape)
+    check(query, layers[0])
+    scale, attend = options.width**-0.5, attention.triton_attend.attend
+    found = {"ours": seconds(each(layers, lambda layer: attend(query, layer, None, scale)), options.repeat, device)}
+    pairs = layers[0].bounds[-1]
+    longest = max(layer.longest for layer in layers)  # what a rectangle for ragged heads would be padded to
+    del layers
+    length = pairs // options.heads + options.tail
+    size = (options.layers, 1, options.heads, length, options.width)
+    shared = (random(generator, *size).expand(-1, options.questions, -1, -1, -1) for _ in range(2))
+    rectangles = list(zip(*shared, strict=True))
+    for name, dense in rivals(query).items():
+        found[name] = seconds(each(rectangles, dense), options.repeat, device)
+    rows = pairs + options.questions * options.heads * options.tail
+    must = rows * 2 * options.width * query.element_size()
+    least = must / bandwidth
+    found = {name: took / options.layers for name, took in found.items()}
+    figures = {name: {"seconds": took, "of roofline": least / took} for name, took in found.items()}
+    return {"pairs": pairs, "longest": longest, "bytes": must, "roofline": least, **figures}
+
+
+def random(generator: torch.Generator, *shape: int) -> Tensor:
+    """bfloat16 numbers of one layer after another; no float32 copy of all is made."""
+    return torch.empty(shape, dtype=torch.bfloat16, device=generator.device).normal_(generator=generator)
+
+
+def random_layer(options: Options, ratio: float, generator: torch.Generator) -> RaggedLayer:
+    """Heads keep what a ranking of scores leaves whose means differ by head."""
+    heads, tokens, width = options.heads, options.tokens, options.width
+    device, count = generator.device, int(exact_ratio(ratio) * heads * tokens)
+    means = torch.randn(heads, 1, generator=generator, device=device)
+    scores = torch.randn(heads, tokens, generator=generator, device=device) + means
+    kept = scores.flatten().topk(count).indices.sort().values
+    lengths = (kept // tokens).bincount(minlength=heads)
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
+    empty = random(generator, 1, heads, 0, width)
+    context = random(generator, count, width), random(generator, count, width)
+    layer = RaggedLayer(*context, offsets, (kept % tokens).int(), tokens, empty, empty)
+    shape = options.questions, heads, options.tail, width
+    layer.keys, layer.values = random(generator, *shape), random(generator, *shape)
+    return layer
+
+
+def check(query: Tensor, layer: RaggedLayer) -> None:
+    """A wrong kernel is not worth timing."""
+    scale = query.shape[-1] ** -0.5
+    wished = naive.attend(query.float(), layer, None, scale)
+    error = (attention.triton_attend.attend(query, layer, None, scale) - wished).norm() / wished.norm()
+    if not error < 0.02:
+        raise RestoreKVError(f"The kernel's result is off by {float(error):.1%} here; please report this.")
+
+
+def rivals(query: Tensor) -> dict[str, Callable[[tuple[Tensor, Tensor]], Tensor]]:
+    """Dense attention of query (B, H, G, 1, D) over keys and values (B, H, T, D)."""
+    grouped, as_rows = query.flatten(1, 2), query[:, :, :, 0]
+    found = {
+        "sdpa": lambda pair: F.scaled_dot_product_attention(grouped, *pair, enable_gqa=True),
+        "sdpa, as rows": lambda pair: F.scaled_dot_product_attention(as_rows, *pair),
+    }
+    if query.is_cuda and find_spec("flash_attn"):
+        from flash_attn import flash_attn_with_kvcache
+
+        flat = grouped.transpose(1, 2)
+        found[FLASH] = lambda pair: flash_attn_with_kvcache(flat, *(x.transpose(1, 2) for x in pair))
+    return found
+
+
+def seconds(step: Step, repeat: int, device: torch.device) -> float:
+    """The median of `repeat`, after one that only warms."""
+    step()
+    return median(replayed(step, repeat) if device.type == "cuda" else [clocked(step) for _ in range(repeat)])
+
+
+def replayed(step: Step, repeat: int) -> list[float]:
+    """Times of a CUDA graph's replays by the device's own clock, after a few that are not counted."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(3):
+        graph.replay()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeat + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        graph.replay()
+        mark.record()
+    torch.cuda.synchronize()
+    return [early.elapsed_time(late) / 1000 for early, late in pairwise(marks)]
+
+
+def markdown(result: dict) -> str:
+    """Microseconds per layer, and ratios."""
+    options, machine = result["options"], result["machine"]
+    where = (
+        machine.get("device", machine["processor"]),
+        *(f"{name} {found}" for name, found in machine["versions"].items()),
+    )
+    sides = [name for name, cell in result["rows"][0].items() if isinstance(cell, dict)]
+    rivals = [name for name in sides if name != "ours"]
+    lines = [
+        f"{machine['date']}, {', '.join(where)}, CUDA {machine['cuda']}.",
+        f"T = {options['tokens']:,}, {options['layers']} layers of {options['heads']} KV heads of {options['width']}, "
+        f"{options['groups']} query heads each, {options['questions']} questions, tail {options['tail']}; copy "
+        f"{result['bandwidth'] / 1e9:,.0f} GB/s. Microseconds per layer.",
+        *(["A rehearsal: these figures mean nothing."] if result["rehearsal"] else []),
+        "",
+        "| r | pairs | roofline |" + "".join(f" {name} |" for name in sides) + " ours, of roofline |"
+        + "".join(f" {name} / ours |" for name in rivals),
+        "|---|" + "---|" * (3 + len(sides) + len(rivals)),
+    ]  # fmt: skip
+    for row in result["rows"]:
+        took = {name: row[name]["seconds"] for name in sides}
+        cells = [f"{row['ratio']:g}", f"{row['pairs']:,}", f"{row['roofline'] * 1e6:.1f}"]
+        cells += [f"{took[name] * 1e6:.1f}" for name in sides] + [f"{row['ours']['of roofline']:.0%}"]
+        cells += [f"{took[name] / took['ours']:.2f}" for name in rivals]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)

@@ -1,0 +1,225 @@
+"""`python -m benchmarks memory`: memory and growth of every phase of a compression, beside the full cache.
+
+A model of random weights in the shape of Qwen3-0.6B, usually with fewer layers, compresses T tokens with a random
+restore adapter (n = 8, rank 8); every T and mode is a process of its own, with a warm-up on a short text. Memory is
+resident memory above what was there before (the weights); of every phase the high-water mark, which starts anew.
+
+    plain      the full cache in memory          bound: full cache + one layer + scores + workspace
+    offload    all but one layer in a file       bound: one layer, twice + scores + what is kept + workspace
+    streaming  as the prefill goes               bound: what is kept + one part + scores + workspace
+
+`filled` fills the cache with random numbers instead of a prefill, which takes most of the time and whose memory does
+not depend on the number of layers beyond the cache. Scoring takes the time it always takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from benchmarks.memory_on_paper import PART, SCORES
+from restorekv import evictors
+from restorekv.compression.budget import exact_ratio
+from restorekv.compression.compressor import compress
+from restorekv.compression.prepared import PLAIN, PreparedContext
+from restorekv.errors import RestoreKVError
+from restorekv.evaluation import apart
+from restorekv.evaluation.machine import described
+from restorekv.evaluation.meter import REFERENCES, resident, serve
+from restorekv.evaluation.workload import SHAPE, save_model, save_tokenizer, text_of
+from restorekv.model.load import load_model
+from restorekv.model.memory import trim_heap
+from restorekv.model.offload import offloaded
+from restorekv.model.prompt import make_context
+from restorekv.model.shape import CacheShape
+from restorekv.restore.adapter import RestoreAdapter
+
+WARM_UP = 256  # tokens
+MODES = ("plain", "offload", "streaming")
+
+
+@dataclass(frozen=True)
+class Options:
+    """`shape` replaces fields of Qwen3-0.6B's config; `modes` are some of MODES; `part`: tokens streamed at a time, 0
+    for PART or, if that is less, half of the shortest text, so that every text is streamed."""
+
+    tokens: Sequence[int] = (2048, 4096, 8192, 16384, 32768)
+    modes: Sequence[str] = MODES
+    evictor: str = "kvzip"
+    ratio: float | str = "0.05"
+    filled: bool = False
+    part: int = 0
+    threads: int = 0
+    seed: int = 0
+    shape: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        exact_ratio(self.ratio)
+        evictors.make(self.evictor)
+        if not self.tokens or min(self.tokens) < WARM_UP:
+            raise RestoreKVError(f"Every number of tokens is at least {WARM_UP}, not {list(self.tokens)}.")
+        if self.threads < 0 or self.part < 0:
+            raise RestoreKVError(f"threads and part are at least 0, not {self.threads} and {self.part}.")
+        if not self.modes or set(self.modes) - set(MODES):
+            raise RestoreKVError(f"The modes are some of {', '.join(MODES)}, not {', '.join(self.modes)}.")
+        if self.filled and "streaming" in self.modes:
+            raise RestoreKVError("Streaming has no full cache to fill; leave out streaming or filled.")
+
+    @property
+    def streamed(self) -> int:
+        """Tokens streamed at a time."""
+        return self.part or min(PART, min(self.tokens) // 2)
+
+
+def run(options: Options, progress: Callable[[str], None] = lambda phase: None) -> dict:
+    """Rows {tokens, mode, full, layer, phases: {name: {seconds, peak}}, peak, ...}, in bytes and seconds."""
+    shape, rows = {**SHAPE, **options.shape}, []
+    threads = options.threads or torch.get_num_threads()
+    with tempfile.TemporaryDirectory(prefix="restorekv-bench-") as name:
+        progress("making the model")
+        save_tokenizer(Path(name))
+        parameters = save_model(Path(name), shape, options.seed)
+        for tokens in options.tokens:
+            for mode in options.modes:
+                progress(f"T = {tokens:,}, {mode}")
+                job = {"model": name, "threads": threads, "tokens": tokens, "mode": mode, "seed": options.seed}
+                job |= {"evictor": options.evictor, "ratio": str(options.ratio), "filled": options.filled}
+                job |= {"part": options.streamed}
+                what = f"The measurement of {mode} at T = {tokens:,}"
+                found = apart.measured([sys.executable, "-m", "benchmarks.memory"], job, Path(name), what)
+                rows.append({"tokens": tokens, "mode": mode, **found})
+    return {
+        "model": {"parameters": parameters, "dtype": "bfloat16", **shape},
+        "machine": described(threads),
+        "evictor": options.evictor,
+        "ratio": float(exact_ratio(options.ratio)),
+        "filled": options.filled,
+        "part": options.streamed,
+        "rows": rows,
+        "growth": growth(rows),
+    }
+
+
+class Phases:
+    """Call it with the name of every phase that begins, and with None at the end."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, dict] = {}
+        self.now: str | None = None
+        settle()
+        self.before = resident("VmRSS")
+
+    def __call__(self, name: str | None) -> None:
+        if self.now is not None:
+            phase = self.found.setdefault(self.now, {"seconds": 0.0, "peak": 0})
+            phase["seconds"] += time.perf_counter() - self.start
+            phase["peak"] = max(phase["peak"], resident("VmHWM") - self.before)
+        self.now = name and name.partition(" ")[0]
+        settle()
+        with contextlib.suppress(OSError):
+            REFERENCES.write_text("5")  # the high-water mark starts from the present
+        self.start = time.perf_counter()
+
+
+def settle() -> None:
+    """Gives memory that is free back to the system, so that no phase is charged with what an earlier one let go."""
+    gc.collect()
+    trim_heap()
+
+
+def measure(job: dict) -> dict:
+    """One compression, phase by phase."""
+    model, tokenizer = load_model(job["model"])
+    adapter = RestoreAdapter.create(model, 8, rank=8, seed=job["seed"])
+    shape, text = CacheShape.of(model), text_of(job["tokens"], job["seed"])
+    mode = {"offload": job["mode"] == "offload", "streaming": job["part"] if job["mode"] == "streaming" else None}
+    make = fill if job["filled"] else squeeze
+
+    make(model, tokenizer, text[:WARM_UP], job, mode, adapter, lambda phase: None)
+    phases = Phases()
+    kept, columns = make(model, tokenizer, text, job, mode, adapter, phases)
+    phases(None)
+    pair = 2 * shape.head_dim * model.dtype.itemsize
+    return {
+        "before": phases.before,
+        "full": columns * shape.layers * shape.heads * pair,
+        "layer": columns * shape.heads * pair,
+        "part": min(job["part"], columns) * shape.layers * shape.heads * pair,
+        "scores": SCORES[job["mode"]] * columns * shape.layers * shape.heads,
+        "kept": kept,
+        "phases": phases.found,
+        "peak": max(phase["peak"] for phase in phases.found.values()),
+    }
+
+
+def squeeze(model, tokenizer, text, job, mode, adapter, phases) -> tuple[int, int]:
+    """A whole compression -> bytes of what is kept, and S + T."""
+    made = compress(
+        model, tokenizer, text, evictor=job["evictor"], ratio=job["ratio"], adapter=adapter, progress=phases,
+        on_tight="fewer", **mode,
+    )  # fmt: skip
+    return made.manifest.bytes_held, made.context.positions
+
+
+def fill(model, tokenizer, text, job, mode, adapter, phases) -> tuple[int, int]:
+    """The same over a cache of random numbers."""
+    context, evictor = make_context(tokenizer, text), evictors.make(job["evictor"])
+    if evictor.watch(model, context) is not None:
+        raise RestoreKVError(f"{evictor.name} watches the prefill; measure it without filled.")
+    phases("fill")
+    full = filled(model, context.positions, mode["offload"])
+    phases("score")
+    scores = evictor.score(model, tokenizer, context, full)
+    prepared = PreparedContext(model, context, full, scores, replace(PLAIN, on_tight="fewer"))
+    phases("restore")
+    prepared = prepared.with_restore_cache(adapter)
+    phases("evict")
+    return prepared.at(job["ratio"], last=True).nbytes, context.positions
+
+
+def filled(model: PreTrainedModel, columns: int, offload: bool) -> DynamicCache:
+    """Standard normal keys and values."""
+    shape, full = CacheShape.of(model), offloaded(model, columns) if offload else DynamicCache()
+    for layer in range(shape.layers):
+        states = (torch.randn(1, shape.heads, columns, shape.head_dim, dtype=model.dtype) for _ in range(2))
+        full.update(*states, layer)
+    return full
+
+
+def growth(rows: Sequence[dict]) -> dict[str, dict[str, list[float]]]:
+    """Of every mode and phase, the exponents of its seconds between neighbouring T that both have the phase (a text
+    that fits into one part is not streamed): 1 is linear, 2 quadratic."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for mode in {row["mode"]: None for row in rows}:
+        ours = [row for row in rows if row["mode"] == mode]
+        found[mode] = {
+            name: [exponent(*pair, name) for pair in pairwise(ours) if all(name in row["phases"] for row in pair)]
+            for name in names_of(ours)
+        }
+    return found
+
+
+def exponent(early: dict, late: dict, name: str) -> float:
+    """log of the ratio of a phase's seconds over that of the tokens."""
+    more = late["phases"][name]["seconds"] / early["phases"][name]["seconds"]
+    return math.log(more) / math.log(late["tokens"] / early["tokens"])
+
+
+def names_of(rows: Sequence[dict]) -> list[str]:
+    """The phases that any row has, in their order."""
+    return list({name: None for row in rows for name in row["phases"]})
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], measure)

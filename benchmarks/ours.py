@@ -1,0 +1,74 @@
+"""Our side of the benchmark, one measurement per process: python -m benchmarks.ours JOB."""
+
+import sys
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv._version import __version__
+from restorekv.cache.ragged import RaggedCache
+from restorekv.compression.compressor import compress
+from restorekv.compression.context import CompressedContext
+from restorekv.compression.generate import greedy
+from restorekv.evaluation.meter import Clock, Peak, serve, timed
+from restorekv.model.load import load_model
+from restorekv.model.prefill import prefill
+from restorekv.model.prompt import Context
+from restorekv.restore.adapter import RestoreAdapter
+
+
+def measure(job: dict) -> dict:
+    """Seconds per phase, peak memory, pairs and bytes held, and seconds per token at r and at 1."""
+    model, tokenizer = load_model(job["model"])
+    adapter = RestoreAdapter.create(model, 8, rank=8, seed=job["seed"])
+
+    def squeeze(text: str) -> CompressedContext:
+        return compress(
+            model, tokenizer, text, ratio=job["ratio"], adapter=adapter, prefix_policy="counted", on_tight="fewer"
+        )
+
+    decode(model, squeeze(job["text"][: job["warm_up"]]).cache, job)
+    total: dict[str, float] = {}
+    with Peak() as peak, timed(total, "total"):
+        made = squeeze(job["text"])
+    m = made.manifest
+    everything = made.context.positions * m.shape["layers"] * m.shape["heads"]
+    return {
+        "versions": {"restorekv": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+        "seconds": {**m.seconds, **total},
+        "peak": peak.bytes,
+        "restore_tokens": m.restore_tokens,
+        "held": {"pairs": m.pairs_held, "pairs_full": everything, "bytes": m.bytes_held, "bytes_full": m.bytes_full},
+        "small": decode(model, made.cache, job),
+        "full": decode(model, whole(model, tokenizer, made.context), job),
+        **({"answers": answer(model, made.cache, job)} if "questions" in job else {}),
+    }
+
+
+def whole(model: PreTrainedModel, tokenizer: Tokenizer, context: Context) -> RaggedCache:
+    """The cache at r = 1, which keeps every pair."""
+    full = prefill(model, context.ids)
+    heads, columns = full.layers[0].keys.shape[1:3]
+    return RaggedCache.from_dense(full, torch.ones(len(full.layers), heads, columns, dtype=torch.bool))
+
+
+def decode(model: PreTrainedModel, cache: RaggedCache, job: dict) -> dict[str, float]:
+    """A question and a fixed number of tokens, whatever they are."""
+    clock = Clock()
+    greedy(model, [cache], [torch.tensor(job["question_ids"])], [job["decode"]], set(), clock)
+    return clock.figures()
+
+
+def answer(model: PreTrainedModel, cache: RaggedCache, job: dict) -> dict[str, float]:
+    """Seconds of a fixed number of tokens for every question, all of them in one batch, after a short one."""
+    prompts, seconds = [torch.tensor(ids) for ids in job["questions"]], {}
+    for name, count in (("warm-up", 2), ("seconds", job["answer"])):
+        with timed(seconds, name):
+            greedy(model, [cache] * len(prompts), prompts, [count] * len(prompts), set())
+    return seconds
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], measure)

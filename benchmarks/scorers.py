@@ -1,0 +1,132 @@
+"""`python -m benchmarks scorers`: what scoring costs beside the prefill, for every method, in one run on this machine.
+
+A model of random weights in the shape of Qwen3-0.6B prefills the same T tokens before every method; a method's own
+prefill is measured too, since some watch it. A method's cost is all it adds,
+
+    (its prefill + its scoring - plain prefill) / plain prefill,
+
+with the plain prefill measured right before it. A learned scorer gets gates of random weights: shapes decide the time.
+AM-fast has no scores: its reference pass and one fit at the ratio are told instead.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from benchmarks.each import each
+from restorekv.compression import compressor
+from restorekv.compression.budget import exact_ratio
+from restorekv.compression.context import size
+from restorekv.compression.prepared import timed
+from restorekv.errors import RestoreKVError
+from restorekv.evaluation.meter import Peak
+from restorekv.evaluation.workload import LEARNED, WARM_UP, random_gate, text_of
+from restorekv.evictors import EVICTORS
+from restorekv.model.prefill import prefill
+from restorekv.model.prompt import make_context
+
+SKIPPED = ("kvpress",)  # another library's scorers
+AM = "am-fast"
+
+
+@dataclass(frozen=True)
+class Options:
+    """`shape` replaces fields of Qwen3-0.6B's config; `methods` are names of evictors or am-fast, all if empty."""
+
+    tokens: int = 4096
+    methods: Sequence[str] = ()
+    ratio: float = 0.05
+    threads: int = 0
+    seed: int = 0
+    shape: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        exact_ratio(self.ratio)
+        if self.tokens < WARM_UP or self.threads < 0:
+            raise RestoreKVError(f"Measure at least {WARM_UP} tokens with 0 or more threads, not {self.tokens} tokens.")
+        strange = set(self.methods) - {*EVICTORS, AM}
+        if strange:
+            known = ", ".join([*EVICTORS, AM])
+            raise RestoreKVError(f"There is no method {sorted(strange)[0]!r} to measure; use some of {known}.")
+
+
+def run(options: Options, progress: Callable[[str], None] = lambda phase: None) -> dict:
+    """Rows {method, prefill, own_prefill, score, multiple, peak}: seconds, and bytes above what was resident."""
+    methods = options.methods or [name for name in (*EVICTORS, AM) if name not in SKIPPED]
+    facts, rows = each(
+        methods,
+        lambda model, tokenizer, method, folder: measured(model, tokenizer, method, options, folder),
+        progress,
+        kind="method", changed=options.shape, seed=options.seed, threads=options.threads,
+    )  # fmt: skip
+    return {
+        **facts,
+        "tokens": options.tokens,
+        "ratio": options.ratio,
+        "rows": rows,
+    }
+
+
+@torch.no_grad()
+def measured(model: PreTrainedModel, tokenizer: Tokenizer, method: str, options: Options, folder: Path) -> dict:
+    """One method, after a warm-up on a short text and a plain prefill."""
+    prepare = preparer(model, tokenizer, method, options, folder)
+    prepare(text_of(WARM_UP, options.seed))
+    text = text_of(options.tokens, options.seed)
+    seconds: dict[str, float] = {}
+    with timed(seconds, "prefill"):
+        full = prefill(model, make_context(tokenizer, text).ids)
+    del full
+    gc.collect()
+    with Peak() as peak:
+        own = prepare(text)
+    added = own["prefill"] + own["score"] - seconds["prefill"]
+    return {
+        "prefill": seconds["prefill"],
+        "own_prefill": own["prefill"],
+        "score": own["score"],
+        "multiple": added / seconds["prefill"],
+        "peak": peak.bytes,
+    }
+
+
+def preparer(
+    model: PreTrainedModel, tokenizer: Tokenizer, method: str, options: Options, folder: Path
+) -> Callable[[str], dict[str, float]]:
+    """From a text to the seconds of the method's own prefill and of its scoring."""
+    spec = f"{method}:gate={random_gate(model, method, folder)}" if method in LEARNED else method
+    made = compressor.method(spec)
+
+    def prepare(text: str) -> dict[str, float]:
+        prepared = made.prepare(model, tokenizer, text)
+        seconds = dict(prepared.seconds)
+        if method == AM:
+            with timed(seconds, "fit"):
+                prepared.at(options.ratio)
+            seconds["score"] += seconds["fit"]
+        return seconds
+
+    return prepare
+
+
+def markdown(result: dict) -> str:
+    """The rows as a table, cheapest first."""
+    model, machine = result["model"], result["machine"]
+    head = (
+        f"T = {result['tokens']:,}, random weights, {model['parameters'] / 1e6:,.0f} million parameters "
+        f"({model['num_hidden_layers']} layers), {model['dtype']}, {machine['threads']} threads on "
+        f"{machine['processor']}.\n\n| method | plain prefill, s | prefill with it, s | scoring, s | adds, in prefills "
+        "| peak above weights |\n|---|---|---|---|---|---|\n"
+    )
+    return head + "".join(
+        f"| {row['method']} | {row['prefill']:.1f} | {row['own_prefill']:.1f} | {row['score']:.2f} |"
+        f" {row['multiple']:.2f} | {'unknown' if row['peak'] is None else size(row['peak'])} |\n"
+        for row in sorted(result["rows"], key=lambda row: row["multiple"])
+    )

@@ -1,0 +1,202 @@
+"""`python -m benchmarks train`: what one training step costs, phase by phase, in time and in memory, on this machine.
+
+A model of random weights in the shape of Qwen3-0.6B (bfloat16, a float32 adapter: n = 8, rank 8) takes one step on a
+context of T tokens with KVzip, a few questions and given answers (random ids, as a mixture holds its teacher's
+answers) after a step on a short text as a warm-up. The variants differ in one thing from one to the next:
+
+    copied            everything is made anew; the restore pass copies the full cache, whatever its size
+    anew              everything is made anew; a large full cache is referred to (`restorekv.model.attention.WORKSPACE`)
+    scores stored     scores and teacher are read from a store, the prefill is made anew
+    prefill stored    the full cache is read from the store too
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from benchmarks.each import each
+from restorekv.compression.budget import exact_ratio
+from restorekv.compression.context import size
+from restorekv.compression.prepared import PreparedContext
+from restorekv.errors import RestoreKVError
+from restorekv.evaluation.meter import Peak, timed
+from restorekv.evaluation.workload import text_of
+from restorekv.model import attention
+from restorekv.model.prompt import make_context
+from restorekv.restore.adapter import RestoreAdapter
+from restorekv.train.config import TrainConfig
+from restorekv.train.example import Example
+from restorekv.train.lessons import TeacherCache
+from restorekv.train.loop import fresh_adapter, visit_loss
+from restorekv.train.visit import StepSample
+
+WARM_UP = 64  # tokens
+PHASES = ("prefill", "score", "teacher", "restore", "student", "backward", "optimizer")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a step may take from a store, and whether the restore pass copies full caches of any size."""
+
+    copied: bool = False
+    store: bool = False
+    store_prefill: bool = False
+
+
+VARIANTS = {
+    "copied": Variant(copied=True),
+    "anew": Variant(),
+    "scores stored": Variant(store=True),
+    "prefill stored": Variant(store=True, store_prefill=True),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """`answer`: ids of each answer; `shape` replaces fields of Qwen3-0.6B's config."""
+
+    tokens: int = 2048
+    questions: int = 4
+    answer: int = 128
+    ratio: float | str = "0.1"
+    threads: int = 0
+    seed: int = 0
+    shape: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        exact_ratio(self.ratio)
+        if self.tokens < WARM_UP or min(self.questions, self.answer) < 1 or self.threads < 0:
+            raise RestoreKVError(f"Measure at least {WARM_UP} tokens, 1 question, 1 answer id and 0 or more threads.")
+
+
+@dataclass(frozen=True)
+class Ready(PreparedContext):
+    """A context whose restore pass has been measured already."""
+
+    def with_restore_cache(self, adapter: RestoreAdapter) -> Ready:
+        return self
+
+
+class Phases:
+    """Seconds and memory of every phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.peaks: dict[str, Peak] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        with Peak() as self.peaks[name], timed(self.seconds, name):
+            yield
+
+    def figures(self) -> dict:
+        """seconds by phase; bytes above what was resident before the step: at most, by phase, and held by the graph."""
+        if any(peak.bytes is None for peak in self.peaks.values()):
+            return {"seconds": self.seconds, "peak": None, "peaks": None, "graph": None}
+        start = self.peaks["prefill"].before
+        peaks = {name: max(peak.before + peak.bytes - start, 0) for name, peak in self.peaks.items()}
+        graph = max(self.peaks["backward"].before - self.peaks["restore"].before, 0)
+        return {"seconds": self.seconds, "peak": max(peaks.values()), "peaks": peaks, "graph": graph}
+
+
+def run(options: Options, progress: Callable[[str], None] = lambda phase: None) -> dict:
+    """Rows {variant, seconds by phase, step, peak, peaks by phase, graph, stored}: seconds and bytes."""
+    facts, rows = each(
+        VARIANTS,
+        lambda model, tokenizer, title, folder: measured(model, tokenizer, VARIANTS[title], options, folder / title),
+        progress,
+        kind="variant", changed=options.shape, seed=options.seed, threads=options.threads,
+    )  # fmt: skip
+    return {
+        **facts,
+        "tokens": options.tokens,
+        "questions": options.questions,
+        "answer": options.answer,
+        "ratio": float(exact_ratio(options.ratio)),
+        "rows": rows,
+    }
+
+
+def measured(model: PreTrainedModel, tokenizer: Tokenizer, variant: Variant, options: Options, folder: Path) -> dict:
+    """One variant: fill the store if there is one, warm up, take the step."""
+    config = TrainConfig(questions=options.questions, warmup=0, seed=options.seed)
+    short = replace(options, tokens=WARM_UP, answer=1)
+    examples = [example(model, short), example(model, options)]
+    stored = (folder, variant.store_prefill) if variant.store else ()
+    for index in range(len(examples)) if variant.store else ():
+        TeacherCache(model, tokenizer, examples, config, *stored)[index]
+    bound, attention.WORKSPACE = attention.WORKSPACE, sys.maxsize if variant.copied else attention.WORKSPACE
+    try:
+        adapter = fresh_adapter(model, tokenizer, config)
+        optimizer = torch.optim.AdamW(adapter.parameters(), lr=config.lr)
+        for index, ratio in enumerate(("0.5", str(options.ratio))):
+            lessons = TeacherCache(model, tokenizer, examples, config, *stored)
+            visit = StepSample(index, tuple(range(options.questions)), ratio, config.restore_tokens)
+            figures = step(lessons, adapter, optimizer, visit)
+    finally:
+        attention.WORKSPACE = bound
+    held = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    return {**figures, "step": sum(figures["seconds"].values()), "stored": held}
+
+
+def step(lessons: TeacherCache, adapter: RestoreAdapter, optimizer: torch.optim.Optimizer, visit: StepSample) -> dict:
+    """The phases of one step over one context, as the training loop takes them."""
+    phase, model, example = Phases(), lessons.model, lessons.examples[visit.index]
+    with torch.no_grad():
+        with phase("prefill"):
+            prepared = lessons.prepared(make_context(lessons.tokenizer, example.context))
+        with phase("teacher"):
+            taught = lessons.taught(prepared, example)
+    with phase("restore"):
+        ready = Ready(**vars(prepared.with_restore_cache(adapter)))
+    with phase("student"):
+        loss = visit_loss(model, adapter, (ready, taught), visit, lessons.config)
+    with phase("backward"):
+        loss.backward()
+    with phase("optimizer"):
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    phase.seconds["score"] = prepared.seconds.get("score", 0.0)
+    phase.seconds["prefill"] -= phase.seconds["score"]
+    return phase.figures()
+
+
+def example(model: PreTrainedModel, options: Options) -> Example:
+    """Words of random letters, short questions, answers of random ids."""
+    draw, ids = random.Random(options.seed), model.config.get_text_config().vocab_size
+    questions = tuple(f"What does part {number + 1} say?" for number in range(options.questions))
+    answers = tuple(tuple(draw.randrange(ids) for _ in range(options.answer)) for _ in questions)
+    return Example(text_of(options.tokens, options.seed), questions, (None,) * len(questions), answers)
+
+
+def markdown(result: dict) -> str:
+    """The variants as a table."""
+    model, machine = result["model"], result["machine"]
+    head = (
+        f"T = {result['tokens']:,}, {result['questions']} questions with answers of {result['answer']} ids, "
+        f"r = {result['ratio']:g}, KVzip; random weights, {model['parameters'] / 1e6:,.0f} million parameters "
+        f"({model['num_hidden_layers']} layers), {model['dtype']}, {machine['threads']} threads on "
+        f"{machine['processor']}. Seconds; bytes above what was resident before the step.\n\n"
+        f"| variant | {' | '.join(PHASES)} | step | peak | graph before backward | on disk |\n"
+        f"|---|{'---|' * (len(PHASES) + 4)}\n"
+    )
+    rows = []
+    for row in result["rows"]:
+        seconds = [f"{row['seconds'][name]:.2f}" for name in PHASES] + [f"{row['step']:.2f}"]
+        cells = [row["variant"], *seconds, shown(row["peak"]), shown(row["graph"]), size(row["stored"])]
+        rows.append(f"| {' | '.join(cells)} |\n")
+    return head + "".join(rows)
+
+
+def shown(count: int | None) -> str:
+    """Bytes, or that this system does not tell."""
+    return "unknown" if count is None else size(count)

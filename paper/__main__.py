@@ -1,0 +1,15 @@
+"""`python -m paper`, in a checkout: measure every table and figure of the paper, beside its own figures."""
+
+import sys
+
+from restorekv.cli import invoke, load
+
+
+def execute(args: list[str]) -> int:
+    """Run the command."""
+    line = "Measure every table and figure of the paper, beside its own figures."
+    return invoke(load("paper.cli", line, "paper"), args, "python -m paper", {})
+
+
+if __name__ == "__main__":
+    sys.exit(execute(sys.argv[1:]))

@@ -1,0 +1,120 @@
+"""Measures what exhibits need, and tells which table is under way and how long the rest will take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paper.plan import Exhibit, cells, needs
+from paper.setting import Setting
+from paper.study import Study
+from restorekv import tasks
+from restorekv.errors import RestoreKVError
+from restorekv.evaluation.cell import Cell
+from restorekv.evaluation.job import Job, jobs
+from restorekv.evaluation.results import CELLS, SUMMARY, Result
+from restorekv.evaluation.run import Here, Pool, Progress, check, run
+
+PREPARING, MATCHING = 10, 15  # what a preparation and a cell of Attention Matching cost, in cells (bundled model, CPU)
+CELL_SECONDS = 0.08
+UNKNOWN = 100  # contexts of a benchmark that tells no number
+NAMED = 3
+Tell = Callable[[str, float], None]  # what is under way, and the share of all work that is done
+
+
+class Clock:
+    """`parts` are (what, cost) in the order of work; turns places in them into words and a share."""
+
+    def __init__(self, parts: Sequence[tuple[str, float]], tell: Tell, now: Callable[[], float] = time.monotonic):
+        self.parts, self.tell, self.now, self.begun = list(parts), tell, now, now()
+        self.whole = sum(cost for _, cost in parts) or 1.0
+
+    def at(self, turn: int, share: float) -> None:
+        """Part `turn` is done to a `share`."""
+        done = sum(cost for _, cost in self.parts[:turn]) + share * self.parts[turn][1]
+        told = self.parts[turn][0]
+        if done > 0:
+            told += f", about {spoken((self.whole - done) * (self.now() - self.begun) / done)} to go"
+        self.tell(told, done / self.whole)
+
+
+def spoken(seconds: float) -> str:
+    """ "40 s", "12 min", "1 h 40 min"."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+@dataclass
+class Done:
+    """Results by cell, and why an evictor on a benchmark (by its spec), or a study, could not be measured."""
+
+    results: dict[Cell, Result] = field(default_factory=dict)
+    failed: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    @contextmanager
+    def unless(self, what: tuple[str, str], strict: bool) -> Iterator[None]:
+        """Goes on where data or a gate is not at hand; `strict` raises."""
+        try:
+            yield
+        except RestoreKVError as error:
+            if strict:
+                raise
+            self.failed[what] = str(error)
+
+
+def carry_out(exhibits: Sequence[Exhibit], setting: Setting, out: Path, tell: Tell, pool: Pool | None = None) -> Done:
+    """Every cell that the exhibits share, then every study; what OUT holds is not done again."""
+    wanted = cells(exhibits, setting)
+    if wanted:
+        check(wanted)
+    work = jobs(wanted)
+    studies = [study for study in exhibits if isinstance(study, Study) and study.measure]
+    parts = [(named(job, exhibits, setting), cost(job, out)) for job in work]
+    parts += [(f"{study.number}: {study.title}", study.minutes * 60 / CELL_SECONDS) for study in studies]
+    clock, done, pool = Clock(parts, tell), Done(), pool or Here(setting.setup.device)
+    for turn, job in enumerate(work):
+        with done.unless((job.first.benchmark, job.first.evictor), strict=setting.bundled):
+            done.results |= zip(job.cells, run(job.cells, out, pool, listener(clock, turn)), strict=True)
+    for turn, study in enumerate(studies, len(work)):
+        clock.at(turn, 0.0)
+        with done.unless((study.name, ""), strict=setting.bundled):
+            study.measure(setting, out, lambda part, whole, turn=turn: clock.at(turn, part / max(whole, 1)))
+    return done
+
+
+def listener(clock: Clock, turn: int) -> Callable[[Progress], None]:
+    """Hears a run of one job, the clock's part `turn`."""
+    begun: list[int] = []  # contexts answered by an earlier start
+
+    def listen(progress: Progress) -> None:
+        if progress.total == 0:
+            clock.at(turn, 0.0)
+            return
+        if not begun:
+            begun.append(progress.done - 1)
+        clock.at(turn, (progress.done - begun[0]) / (progress.total - begun[0]))
+
+    return listen
+
+
+def named(job: Job, exhibits: Sequence[Exhibit], setting: Setting) -> str:
+    """The exhibits that a job is for."""
+    found = [
+        exhibit.number or exhibit.title
+        for exhibit in exhibits
+        if not {need.cell for need in needs(exhibit, setting)}.isdisjoint(job.cells)
+    ]
+    more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+    return f"{', '.join(found[:NAMED])}{more} ({job.first.evictor})"
+
+
+def cost(job: Job, out: Path) -> float:
+    """Of what is missing, in cells of one context."""
+    missing = [cell for cell in job.cells if not (out / CELLS / cell.name / SUMMARY).exists()]
+    each = sum(MATCHING if cell.evictor.startswith("am-") else 1 for cell in missing)
+    return (PREPARING + each) * (tasks.make(job.first.benchmark).count or UNKNOWN) if missing else 0.0

@@ -1,0 +1,173 @@
+"""`python -m paper`: every table and figure of the paper, beside the paper's own figures."""
+
+import shlex
+import shutil
+import warnings
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn
+
+from paper import plan, setting, smollm2
+from paper.carry_out import carry_out
+from paper.exhibits import EXHIBITS, FURTHER, chosen
+from paper.training import train_all
+from paper.write import CHARTS, write
+from restorekv.cli import options
+from restorekv.cli.eval import opened
+from restorekv.cli.session import notes, output, quiet
+from restorekv.errors import RestoreKVError, RestoreKVWarning
+from restorekv.files import check_target, replacing
+from restorekv.model.load import BUNDLED, SMOLLM2, canonical
+
+RESULTS = "results"
+
+Out = Annotated[Path, typer.Argument(help="The run's folder; what it holds is not done again.")]
+Only = Annotated[str, typer.Option(help=f"Some of {', '.join((*EXHIBITS, *FURTHER))}, with commas.")]
+Markdown = Annotated[Path | None, typer.Option(help="The tables here too, and their figures in results/ beside it.")]
+
+
+def run(
+    context: typer.Context,
+    out: Out = Path("runs/paper"),
+    model: options.Model = BUNDLED,
+    adapters: Annotated[str | None, typer.Option(help="With --model: a folder by evictor, or published.")] = None,
+    benchmark: Annotated[
+        list[str] | None,
+        typer.Option(help="With --model: a benchmark's settings, as in quality:path=FILE; repeatable."),
+    ] = None,
+    only: Only = "",
+    retrain: Annotated[bool, typer.Option("--retrain", help="Train the adapters that are not at hand, first.")] = False,
+    seeds: Annotated[str, typer.Option(help="Training seeds of the ablations, with commas.")] = "0,1,2",
+    data: Annotated[Path | None, typer.Option(help="With --model: what --retrain trains on.")] = None,
+    markdown: Markdown = None,
+    listed: Annotated[bool, typer.Option("--list", help="What would be measured, and nothing else.")] = False,
+    count: Annotated[int, typer.Option(min=0, help="Contexts of each benchmark; 0: its own number.")] = 0,
+    device: options.Device = "cpu",
+    dtype: options.Dtype = "auto",
+    ray: Annotated[str | None, typer.Option(help="Spread over Ray: local, auto or an address.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Trainings at once; with --ray local, processes.")] = 2,
+) -> None:
+    common = {"count": count, "seeds": numbers(seeds), "device": device, "dtype": dtype}
+    asked = setting_of(out, canonical(model), adapters, benchmark or [], data, common)
+    exhibits = chosen(only, asked)
+    if listed:
+        tell_list(exhibits, asked)
+        return
+    if retrain and not asked.bundled and data is None:
+        raise RestoreKVError("--retrain on another model needs --data, what is trained on.")
+    if markdown:
+        check_target(markdown)
+    quiet()
+    out.mkdir(parents=True, exist_ok=True)
+    if retrain:
+        train_all(plan.trainings(exhibits, asked), workers, 1)
+    with warnings.catch_warnings(), opened(ray, workers, device) as pool, bar() as progress:
+        warnings.simplefilter("ignore", RestoreKVWarning)  # mismatched adapters are what some tables are about
+        done = carry_out(exhibits, asked, out, told(progress), pool)
+    page = write(exhibits, asked, done, out, typed(context))
+    if markdown:
+        copy(page.parent, markdown)
+    for exhibit in exhibits:
+        for line in (*plan.missing(exhibit, asked), *plan.unreachable(exhibit, asked, done.failed)):
+            notes.print(f"{exhibit.number or exhibit.title}: not measured, {line}", highlight=False, markup=False)
+    output.print(f"Wrote {escape(str(page))}", soft_wrap=True)
+
+
+def setting_of(
+    out: Path, model: str, adapters: str | None, benchmarks: list[str], data: Path | None, common: dict[str, object]
+) -> setting.Setting:
+    """What the model is asked; refuses what is for another one."""
+    if model == BUNDLED and (adapters or data or benchmarks):
+        raise RestoreKVError("--adapters, --data and --benchmark are for another --model; the bundled one has its own.")
+    if model == SMOLLM2 and benchmarks:
+        raise RestoreKVError("--benchmark is for another --model; smollm2 has benchmarks that ship, see --count.")
+    if model == BUNDLED:
+        return setting.bundled(out, **common)
+    if model == SMOLLM2:
+        return smollm2.smollm2(out, adapters=adapters, data=data, **common)
+    return setting.backbone(out, model, adapters, given=benchmarks, data=data, **common)
+
+
+def copy(report: Path, markdown: Path) -> None:
+    """The report's Markdown; its figures, and a folder of its charts, under the same name in results/ beside it.
+
+    Where the Markdown is in a folder results/ itself, they are there too.
+    """
+    results = markdown.parent if markdown.parent.name == RESULTS else markdown.parent / RESULTS
+    charts = results / markdown.stem
+    charts.mkdir(parents=True, exist_ok=True)
+    drawn = {path.name for path in (report / CHARTS).iterdir()}
+    for path in charts.glob("*.svg"):
+        if path.name not in drawn:  # of an earlier page
+            path.unlink()
+    for name in sorted(drawn):
+        put(report / CHARTS / name, charts / name)
+    if not drawn:
+        charts.rmdir()
+    put(report / "paper.json", results / f"{markdown.stem}.json")
+    text = (report / "paper.md").read_text(encoding="utf-8")
+    with replacing(markdown) as temporary:
+        place = charts.relative_to(markdown.parent).as_posix()
+        temporary.write_text(text.replace(f"]({CHARTS}/", f"]({place}/"), encoding="utf-8")
+
+
+def put(source: Path, target: Path) -> None:
+    """A whole copy or none."""
+    with replacing(target) as temporary:
+        shutil.copyfile(source, temporary)
+
+
+def typed(context: typer.Context) -> str:
+    """The command line, without what it leaves to the defaults."""
+    told = ["python", "-m", "paper"]
+    for given in context.command.params:
+        values = context.params[given.name]
+        if context.get_parameter_source(given.name).name == "COMMANDLINE":
+            for value in values if isinstance(values, (list, tuple)) else [values]:
+                told += given.opts[:1] if given.param_type_name == "option" else []
+                told += [] if value is True else [str(value)]
+    return shlex.join(told)
+
+
+def numbers(given: str) -> tuple[int, ...]:
+    """ "0,1,2" -> (0, 1, 2)."""
+    parts = [part.strip() for part in given.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise RestoreKVError(f"--seeds takes whole numbers with commas between them, not {given!r}.")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def tell_list(exhibits: list[plan.Exhibit], asked: setting.Setting) -> None:
+    """A line for every exhibit, then what adapters are lacking."""
+    for exhibit in exhibits:
+        cells = len({need.cell for need in plan.needs(exhibit, asked)})
+        output.print(f"{exhibit.name:18} {exhibit.number or '-':10} {cells:3} cells  {exhibit.title}", markup=False,
+                     highlight=False, soft_wrap=True)  # fmt: skip
+        for line in plan.missing(exhibit, asked):
+            output.print(f"{'':18} missing: {line}", markup=False, highlight=False, soft_wrap=True)
+    every = plan.cells(exhibits, asked)
+    output.print(f"{len(every)} cells in all; --retrain would train {len(plan.trainings(exhibits, asked))} adapters")
+    for training in plan.trainings(exhibits, asked):
+        output.print(f"{training.state():>16}  {training.name}", markup=False, highlight=False, soft_wrap=True)
+
+
+def bar() -> Progress:
+    parts = (BarColumn(), TextColumn("{task.percentage:.0f} %  {task.description}"))
+    return Progress(*parts, console=notes, disable=not notes.is_terminal)
+
+
+def told(progress: Progress):
+    """The callback of `carry_out`: the bar on a terminal, a line now and then elsewhere."""
+    task, last = progress.add_task("", total=1.0), [("", -0.05)]
+
+    def update(what: str, share: float) -> None:
+        progress.update(task, completed=share, description=what)
+        table = what.partition(", about")[0]
+        if not notes.is_terminal and (table != last[0][0] or share - last[0][1] >= 0.05):
+            last[0] = (table, share)
+            notes.print(f"{share:.0%} {what}", highlight=False, markup=False, soft_wrap=True)
+
+    return update

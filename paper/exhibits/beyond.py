@@ -1,0 +1,35 @@
+"""What the paper does not try, at the same cost of inference: another law of the ratio, a further loss, more data."""
+
+from __future__ import annotations
+
+from paper.exhibit import FOUR, Comparison, Row, places
+from paper.exhibits.common import base, whole, with_more
+from paper.setting import Setting
+
+
+def exhibit(setting: Setting) -> Comparison:
+    """The paper has no figures for them. What else was tried: docs/LOG.md."""
+    settings, evictor = setting.settings, setting.settings.evictor
+    more = {"restore_tokens": 8, "steps": 2 * settings.steps, "contexts": 2 * settings.contexts}
+    rows = {
+        "base": base(setting, {}),
+        "full": whole(setting, {}),
+        "log": Row("r drawn evenly in its logarithm", evictor, {"ratio_law": "log-uniform"}),
+        "hidden": Row("hidden states matched too", evictor, {"hidden_weight": 1.0}),
+        "eight": Row("n = 8, as in the paper", evictor, {"restore_tokens": 8}),
+        "long": Row("n = 8, twice the steps of twice the contexts", evictor, more),
+    }
+    if settings.restore_tokens == 8:
+        del rows["eight"]
+    return Comparison(
+        name="beyond",
+        number="",
+        label="",
+        title="Beyond the paper",
+        backbone="",
+        rows=rows,
+        places=with_more(setting, places("ruler", FOUR)),
+        claims=(),
+        against={row: "full" for row in rows if row != "full"},
+        note="Not in the paper.",
+    )

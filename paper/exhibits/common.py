@@ -1,0 +1,23 @@
+"""What several tables share: the rows of KVzip and of the method, and their figures in the paper."""
+
+from __future__ import annotations
+
+from paper.exhibit import Place, Points, Row, alone, ruler
+from paper.setting import Setting
+
+BASE, FULL = (91.4, 80.1, 38.2), (93.5, 88.8, 73.2)  # KVzip and RestoreKV on RULER-4K, Qwen3-4B, at THREE
+
+
+def base(setting: Setting, paper: Points) -> Row:
+    """The base evictor of the ablations without restoring."""
+    return alone(setting.settings.evictor, paper)
+
+
+def whole(setting: Setting, paper: Points, label: str = "RestoreKV", **more: object) -> Row:
+    """The method as the ablations' settings have it."""
+    return Row(f"{label} (n = {setting.settings.restore_tokens})", setting.settings.evictor, {}, paper=paper, **more)
+
+
+def with_more(setting: Setting, where: tuple[Place, ...]) -> tuple[Place, ...]:
+    """The paper's places and those that the setting asks besides."""
+    return (*where, *(ruler(ratio) for ratio in setting.more_ratios))

@@ -1,0 +1,125 @@
+"""What the restore pass adds to compression, and that attention and memory afterwards are the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paper.scores import FAILS, HOLDS, MISSING, Judged
+from paper.setting import Setting
+from paper.study import Study, Tell, read
+from restorekv.compression.compressor import shipped_adapter
+from restorekv.compression.prepared import CompressionConfig
+from restorekv.evaluation import protocols
+from restorekv.evaluation.analysis import efficiency
+from restorekv.evaluation.analysis.run import label_of
+from restorekv.evaluation.report import efficiency as charts
+from restorekv.evaluation.report import number, table
+from restorekv.evaluation.report.blocks import Block, Table
+from restorekv.evaluation.tables import name
+from restorekv.model.load import load_model
+
+LATENCY = {1.0: (0.457, 4.20), 0.05: (0.253, 0.20)}  # r: milliseconds a layer, GB of cache
+NEAR = 5.0  # percent: what counts as nearly identical
+
+
+def exhibit(setting: Setting) -> Study:
+    return Study(
+        name="efficiency",
+        number="Figure 6",
+        label="fig:efficiency",
+        title="Efficiency",
+        backbone="Llama-3.1-8B-Instruct, 32K tokens",
+        show=show,
+        measure=measure,
+        note="The paper: 0.03 to 0.04 s and 84 MB more on an RTX PRO 6000, with n = 8; the share of a restore pass "
+        "falls with the length of the context and the size of the model.",
+        minutes=4,
+    )
+
+
+def measure(setting: Setting, out: Path, tell: Tell) -> None:
+    """At the setting's length."""
+    setup, policy = setting.setup, protocols.make("kvpress").prefix_policy
+    model, tokenizer = load_model(setup.model, setup.dtype, setup.device)
+    options = efficiency.Options(tokens=setting.efficiency_tokens)
+    conventions = CompressionConfig.make(**{"prefix_policy": policy, **setting.conventions})
+    efficiency.measure(model, tokenizer, out, options, conventions, label(setting), tell)
+
+
+def label(setting: Setting) -> str:
+    """Of the file; figures with adapters of random weights are not in the way of later ones."""
+    lacking = [scorer for scorer in efficiency.SCORERS if not shipped_adapter(setting.model, scorer)]
+    return label_of(setting.model, setting.setup.device, *(["without", *lacking] if lacking else []))
+
+
+def show(setting: Setting, out: Path) -> tuple[list[Block], list[Judged]]:
+    """Both panels of the figure, and their figures as tables."""
+    found = read(out / efficiency.FOLDER / f"{label(setting)}.json")
+    if found is None:
+        return ["Not measured yet."], []
+    short = label_of(setting.model, setting.setup.device)
+    drawn = {**found, "name": short, "label": short}
+    return [charts.compression(drawn), compression(found), charts.latency(drawn), attention(found)], claims(found)
+
+
+def compression(found: dict) -> Table:
+    """A line for every scorer."""
+    facts, lines = found["conventions"], []
+    totals = {(row["evictor"], row["restored"]): row["seconds"]["total"] for row in found["compression"]}
+    for evictor, more in found["overhead"].items():
+        peak, share = more["peak"], more["peak_share"]
+        seconds = (f"{totals[evictor, False]:.2f}", f"{more['seconds']:.3f}", f"{100 * more['share']:.1f}")
+        memory = (None, None) if peak is None else (peak / 1e6, 100 * share)
+        lines.append([name(evictor, False), *seconds, *(number(value, 1, True) for value in memory)])
+    lines.append(["paper: any scorer", "", "0.03 to 0.04", "0.5", "+84", "+0.4"])
+    head = ["scorer", "compression, s", "restore pass, s", "its share, %", "peak memory, MB", "its share, %"]
+    note = f"{facts['machine']}, {facts['device']}, {counted(facts['threads'], 'thread')}; {facts['tokens']:,} tokens. "
+    note += f"Peak: {found['definitions']['peak']}."
+    drawn = [name(row["evictor"], False) for row in found["compression"] if row["adapter"] == "random"]
+    note += f" The adapters of {', '.join(drawn)} have random weights." if drawn else ""
+    return table("efficiency-compression", "(a) Compression with and without the restore pass", head, lines, note)
+
+
+def counted(number: int, what: str) -> str:
+    return f"{number} {what}" + ("s" if number != 1 else "")
+
+
+def attention(found: dict) -> Table:
+    """A line for every ratio."""
+    rows = {(row["ratio"], row["restored"]): row for row in found["latency"]}
+    lines = []
+    for ratio in dict.fromkeys(row["ratio"] for row in found["latency"]):
+        base, restored = rows[ratio, False], rows[ratio, True]
+        milliseconds, held = LATENCY.get(ratio, ("", ""))
+        lines.append([
+            f"{ratio:g}", f"{base['milliseconds']:.3f}", f"{restored['milliseconds']:.3f}", str(milliseconds),
+            f"{base['bytes'] / 1e6:.2f}", f"{restored['bytes'] / 1e6:.2f}", str(held),
+        ])  # fmt: skip
+    head = ["r", "KVzip, ms", "RestoreKV, ms", "paper, ms", "KVzip, MB", "RestoreKV, MB", "paper, GB"]
+    random = found["conventions"]["latency_context"] == "random"
+    note = "One layer's attention for one new token." + (" Keys and values are random." if random else "")
+    return table("efficiency-attention", "(b) Attention and memory afterwards", head, lines, note)
+
+
+def claims(found: dict) -> list[Judged]:
+    """Single measurements, without intervals."""
+    more = list(found["overhead"].values())
+    share = max(each["share"] for each in more)
+    peaks = [each["peak_share"] for each in more if each["peak_share"] is not None]
+    tight = min(row["ratio"] for row in found["latency"])
+    base, restored = (next(row for row in found["latency"] if (row["ratio"], row["restored"]) == (tight, side))
+                      for side in (False, True))  # fmt: skip
+    slower = 100 * (found["latency_ratio"][f"{tight:g}"] - 1)
+    larger = 100 * (restored["bytes"] / base["bytes"] - 1)
+    return [
+        judged("the restore pass takes less than 0.5 % of compression (percent)", 0.5 - 100 * share),
+        judged("peak memory grows by less than 0.5 % (percent)", 0.5 - 100 * max(peaks) if peaks else None),
+        judged(f"at r = {tight:g} attention is as fast to {NEAR:g} % (percent)", NEAR - abs(slower)),
+        judged(f"at r = {tight:g} the cache holds as many bytes to 1 % (percent)", 1 - abs(larger)),
+    ]
+
+
+def judged(text: str, value: float | None) -> Judged:
+    if value is None:
+        return Judged(text, MISSING)
+    return Judged(text, HOLDS if value > 0 else FAILS, (), value, value, value)

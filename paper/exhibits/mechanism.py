@@ -1,0 +1,176 @@
+"""Attention that eviction takes from the context and restoring gives back, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from paper.scores import MISSING, Judged, verdict
+from paper.setting import Setting
+from paper.study import Study, Tell, read
+from restorekv import tasks
+from restorekv.compression.compressor import Eviction, load_adapter
+from restorekv.compression.prepared import CompressionConfig
+from restorekv.evaluation import protocols
+from restorekv.evaluation.analysis.attention_mass import profile_divergence
+from restorekv.evaluation.analysis.pool import Pool
+from restorekv.evaluation.analysis.run import FOLDER, analyze, label_of
+from restorekv.evaluation.report import Mark, chart, draw, number, table
+from restorekv.evaluation.report.blocks import Block, Chart, Table
+from restorekv.evaluation.results import complete_lines
+from restorekv.model.load import load_model
+from restorekv.tasks import Benchmark
+
+EVICTOR, RATIO, WHAT = "kvzip", "0.05", ("attention", "divergence")
+DOCUMENTS = 52
+LABELS = {"full": "full cache", "base": "KVzip", "restored": "RestoreKV"}
+LOOKS = {
+    "full": Mark("full cache", draw.INK, dashed=True),
+    "base": Mark("KVzip", draw.BLUE, "o", dashed=True, hollow=True),
+    "restored": Mark("RestoreKV", draw.BLUE, "o"),
+}
+# Mass on the context in percent, layers below 0.1 %, divergence of the layer profile and of predictions in nats.
+PAPER = {"full": ("2.73", "", "", ""), "base": ("0.56", "7 of 36", "0.198", "7.3"),
+         "restored": ("1.30", "0 of 36", "0.167", "3.8")}  # fmt: skip
+
+
+def exhibit(setting: Setting) -> Study:
+    return Study(
+        name="mechanism",
+        number="Figure 5",
+        label="fig:mechanism",
+        title="Layer-wise context-attention recovery at r = 0.05",
+        backbone="Qwen3-4B",
+        show=show,
+        measure=measure,
+        note="Where the last token of a question looks, on documents of the benchmark that stands for RULER-4K (of the "
+        "bundled suite all families). The paper does not define its divergences. Here that of the layer profile is "
+        "KL(cache || full), defined also where a layer looks at no context at all, and that of predictions is "
+        "KL(full || cache) at the first answer token.",
+        minutes=3,
+    )
+
+
+def measure(setting: Setting, out: Path, tell: Tell) -> None:
+    """Both analyses on the same documents."""
+    setup, bench = setting.setup, setting.benches["ruler"]
+    protocol = protocols.make(bench.protocol)
+    model, tokenizer = load_model(setup.model, setup.dtype, setup.device)
+    conventions = CompressionConfig.make(**{"prefix_policy": protocol.prefix_policy, **setting.conventions})
+    eviction = Eviction.make(EVICTOR, None, **conventions.described())
+    adapter = load_adapter(model, setting.of_evictor(EVICTOR, EVICTOR), eviction)
+    restoring, few = replace(eviction, adapter=adapter), documents(setting)
+    analyze(model, tokenizer, restoring, protocol, few, [RATIO], out, WHAT, label(setting), tell)
+
+
+def documents(setting: Setting) -> Benchmark:
+    """Some of those that stand for RULER."""
+    asked = tasks.make(setting.benches["ruler"].spec)
+    return replace(asked, count=min(asked.count or DOCUMENTS, DOCUMENTS))
+
+
+def label(setting: Setting) -> str:
+    """Of the analysis's files; those without an adapter are not in the way of later ones."""
+    alone = () if setting.of_evictor(EVICTOR, EVICTOR) else ("alone",)
+    return label_of(setting.model, EVICTOR, str(documents(setting).count), *alone)
+
+
+def show(setting: Setting, out: Path) -> tuple[list[Block], list[Judged]]:
+    """Nothing where it has not been measured yet."""
+    attention, predictions = (read(out / FOLDER / f"{kind}-{label(setting)}.json") for kind in WHAT)
+    if attention is None or predictions is None:
+        return ["Not measured yet."], []
+    caches, told = (found["figures"][RATIO]["caches"] for found in (attention, predictions))
+    blocks = [profile(setting, attention, caches), averages(attention, caches, told)]
+    if "restored" not in caches:
+        return [*blocks, "There is no adapter for KVzip: the restored cache is not measured."], []
+    return blocks, claims(pool(out, attention["label"], "attention"), pool(out, attention["label"], "divergence"))
+
+
+def profile(setting: Setting, found: dict, caches: dict) -> Chart:
+    """Mass by layer; what comes back is shaded."""
+    layers = range(1, len(caches["full"]["context"]) + 1)
+    shares = {name: [100 * mass for mass in cache["context"]] for name, cache in caches.items()}
+
+    def fill(axes: Axes) -> None:
+        if "restored" in shares:
+            base, restored = np.array(shares["base"]), np.array(shares["restored"])
+            back = np.maximum(base, restored)
+            axes.fill_between(layers, base, back, color=draw.SKY, alpha=0.3, linewidth=0)
+        for name, values in shares.items():
+            draw.line(axes, LOOKS[name], layers, values)
+        axes.set_xlabel("layer")
+        axes.set_xticks(layers if len(layers) < 13 else [*range(4, len(layers) + 1, 4)])
+        axes.set_ylabel("attention on the context (%)")
+
+    data = [{"layer": layer, **{name: values[layer - 1] for name, values in shares.items()}} for layer in layers]
+    marks = [LOOKS[name] for name in shares]
+    alt = "Attention of the last question token on non-sink context by layer: full, evicted and restored cache"
+    title = f"Attention on the context by layer ({setting.model})"
+    note = f"{found['documents']} documents, {found['questions']} questions. Shaded: what comes back."
+    if "restored" in shares:
+        marks.append(Mark("brought back", draw.SKY, band=True))
+    return chart(fill, "mechanism-chart", title, alt, data, note, marks)
+
+
+def averages(found: dict, caches: dict, told: dict) -> Table:
+    lines = []
+    for name, cache in caches.items():
+        here = [
+            number(100 * cache["average"]["context"], 2),
+            f"{cache['layers_below']} of {len(cache['context'])}",
+            number(cache.get("kl_profile_backward"), 3) if name != "full" else "",
+            number(told[name]["first"]["forward"], 2) if name != "full" else "",
+        ]
+        paired = [text for pair in zip(here, PAPER[name], strict=True) for text in pair]
+        lines.append([LABELS[name], *paired, number(100 * cache["average"]["restore"], 2)])
+    note = "Context mass: attention on context pairs beyond the sinks; restore mass: on the restore states. Both of "
+    note += found["definitions"]["query"] + "."
+    titles = ["context mass, %", "layers below 0.1 %", "KL of the layer profile, nats", "KL of predictions, nats"]
+    head = ["cache", *(f"{title}, {whose}" for title in titles for whose in ("here", "paper")), "restore mass, %, here"]
+    return table("mechanism-averages", "Averages over layers", head, lines, note)
+
+
+def pool(out: Path, label: str, kind: str) -> Pool:
+    """Every document's figures, as the analysis left them."""
+    lines = list(complete_lines(out / FOLDER / f"{kind}-{label}.jsonl"))[1:]
+    return Pool([line["figures"][RATIO] for line in lines], [line["questions"] for line in lines])
+
+
+def claims(attention: Pool, predictions: Pool) -> list[Judged]:
+    """Differences between caches, paired by document."""
+
+    def mass(x: np.ndarray) -> np.ndarray:
+        return 100 * x[..., 0].mean(-1)
+
+    def apart(of: Callable) -> Callable:
+        return lambda x: of(x[:, 0]) - of(x[:, 1])
+
+    def recovered(x: np.ndarray) -> np.ndarray:
+        full, base, restored = (x[:, index, :, 0] for index in range(3))
+        return profile_divergence(base, full) - profile_divergence(restored, full)
+
+    lost, back = apart(mass), apart(lambda x: x[..., 0])
+    return [
+        judged("eviction takes attention from the context (percent points)", 2.17, attention, ("full", "base"), lost),
+        judged("restoring gives some back (percent points)", 0.74, attention, ("restored", "base"), lost),
+        judged("the layer profile comes closer to the full cache's (nats)", 0.031, attention,
+               ("full", "base", "restored"), recovered),
+        judged("predictions come closer to the full cache's (nats)", 3.5, predictions, ("base", "restored"), back,
+               "first"),
+    ]  # fmt: skip
+
+
+def judged(text: str, paper: float, found: Pool, caches: Sequence[str], of: Callable, field: str = "masses") -> Judged:
+    """A statistic of several caches' means, which should be above zero."""
+    both = Pool([{"all": [each[name][field] for name in caches]} for each in found.documents], found.questions)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        value = float(of(both.mean("all", by_question=True)[None])[0])
+        low, high = both.interval(of, "all", by_question=True)
+    if None in (low, high) or not np.isfinite([value, low, high]).all():
+        return Judged(text, MISSING, (paper,))
+    return Judged(text, verdict(value, low, high), (paper,), value, low, high)

@@ -1,0 +1,38 @@
+"""RULER against compression, counted as the KVPress Benchmark does."""
+
+from __future__ import annotations
+
+from paper.exhibit import Claim, Comparison, above, full_cache, own, places, ruler
+from paper.exhibits.methods import pair, restored
+from paper.setting import Setting
+
+RATIOS = (0.5, 0.25, 0.125, 0.0625)  # 2x, 4x, 8x, 16x
+WHERE = places("ruler", RATIOS)
+
+
+def exhibit(setting: Setting) -> Comparison:
+    """Both evictors of the paper's own method. Of its figure the source tells one point."""
+    mild, tight, better = ruler(0.5), ruler(0.0625), restored("kvzip+")
+    rows = {"full": full_cache(), **pair("kvzip", WHERE), **pair("kvzip+", WHERE)}
+    rows[better] = own("kvzip+", {tight: 86.4})
+    near = {("kvzip+", mild): 1, ("full", mild): -1}
+    away = {("full", tight): 1, ("kvzip+", tight): -1, ("full", mild): -1, ("kvzip+", mild): 1}
+    half = {(better, tight): 1, ("kvzip+", tight): -0.5, ("full", tight): -0.5}
+    return Comparison(
+        name="teaser",
+        number="Figure 1",
+        label="fig:teaser",
+        title="RULER against compression",
+        backbone="a backbone that the paper does not name, in kvpress",
+        rows=rows,
+        places=WHERE,
+        claims=(
+            Claim("KVzip+ is within 5 points of the full cache at 2x", near, 5),
+            Claim("KVzip+ loses more at 16x than at 2x", away),
+            above(better, "kvzip+", tight, "restoring KVzip+ helps"),
+            Claim("restoring KVzip+ brings back more than half of what it loses at 16x", half),
+        ),
+        against={restored(evictor): evictor for evictor in ("kvzip", "kvzip+")},
+        note="Compression of 2x, 4x, 8x and 16x is r = 0.5, 0.25, 0.125 and 0.0625.",
+        chart=True,
+    )

@@ -1,0 +1,43 @@
+"""How many restore tokens."""
+
+from __future__ import annotations
+
+from paper.exhibit import THREE, Comparison, Row, above, at, keeps, places, ruler
+from paper.exhibits.common import BASE, FULL, base, with_more
+from paper.setting import Setting
+
+WHERE = places("ruler", THREE)
+PAPER = {
+    1: at(WHERE, 93.0, 85.3, 65.3),
+    2: at(WHERE, 93.4, 87.6, 70.4),
+    4: at(WHERE, 93.4, 87.0, 68.5),
+    8: at(WHERE, *FULL),
+    16: at(WHERE, 93.3, 87.8, 69.1),
+}
+
+
+def exhibit(setting: Setting) -> Comparison:
+    """The paper's numbers of restore tokens, and the settings' own; contexts too short for n get fewer."""
+    default, evictor, tight = setting.settings.restore_tokens, setting.settings.evictor, ruler(0.05)
+    rows = {}
+    for n in sorted({*PAPER, default}):
+        label = f"n = {n}" + (" (default)" if n == default else "")
+        rows[f"n{n}"] = Row(label, evictor, {"restore_tokens": n}, paper=PAPER.get(n, {}))
+    return Comparison(
+        name="tokens",
+        number="Table 4",
+        label="tab:abl_ntok",
+        title="Number of restore tokens",
+        backbone="Qwen3-4B",
+        rows={"base": base(setting, at(WHERE, *BASE)), **rows},
+        places=with_more(setting, WHERE),
+        claims=(
+            *(above(f"n{n}", "base", tight, f"n = {n} helps") for n in PAPER),
+            keeps("n1", 0.5, "n8", "base", tight, "n = 1 brings more than half of the gain of n = 8"),
+            *(above("n8", f"n{n}", tight, f"n = 8 is above n = {n}") for n in (1, 2, 4)),
+            above("n8", "n16", tight, "n = 16 is below n = 8"),
+        ),
+        against={row: f"n{default}" for row in ("base", *rows) if row != f"n{default}"},
+        note="Where n restore tokens exceed the budget of a short document, fewer are used.",
+        orders=True,
+    )

@@ -1,0 +1,52 @@
+"""What the adapters are trained on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from paper.recipe import CONTEXTS, LONGEST, SHORTEST
+from paper.scores import Judged
+from paper.setting import Setting
+from paper.study import Study
+from restorekv.data.mixture import read_mixture
+from restorekv.data.table import figures
+from restorekv.evaluation.report import table
+from restorekv.evaluation.report.blocks import Block
+from restorekv.model.load import bundled_path
+
+MIXTURE = bundled_path("mixture.json")  # written by recipes/tiny/mixture.py
+COLUMNS = ("samples", "mean", "shortest", "longest")
+
+
+def exhibit(setting: Setting) -> Study:
+    note = "Tokens of the context. "
+    if setting.bundled:
+        note += (
+            "Here: the mixture that `restorekv data build` makes for the bundled model of made-up texts in the formats "
+            f"of the sources (docs/data-table.md). The bundled adapters are trained on something else: {CONTEXTS} "
+            f"documents of the bundled world of {SHORTEST} to {LONGEST:,} tokens with all their questions."
+        )
+    else:
+        note += "Here: the mixture given as --data."
+    return Study("training-data", "Table E", "tab:traindata", "Training data", "Qwen3's tokenizer", show, note=note)
+
+
+def show(setting: Setting, out: Path) -> tuple[Sequence[Block], Sequence[Judged]]:
+    """Sources and the total."""
+    rows = found(setting)
+    if not rows:
+        return ["There is no mixture; make one with `restorekv data build` and give its folder as --data."], []
+    lines = [[row["title"], *(text for key in COLUMNS for text in (f"{row[key]:,.0f}", f"{row['paper'][key]:,}"))]
+             for row in rows]  # fmt: skip
+    head = ["source", *(f"{key}, {whose}" for key in COLUMNS for whose in ("here", "paper"))]
+    return [table("training-data-sources", "Samples and tokens of their contexts", head, lines)], []
+
+
+def found(setting: Setting) -> list[dict]:
+    """The figures of the table, as `data.table` makes them."""
+    data = setting.setup.data
+    if data is not None and data.is_dir():
+        return figures(*read_mixture(data))
+    return json.loads(MIXTURE.read_text(encoding="utf-8"))["rows"] if setting.bundled and MIXTURE.exists() else []

@@ -1,0 +1,140 @@
+"""Beside the scores: how far each row's caches are from the full one, KL(full || cache) and the share of same answers.
+
+Every task counts, also those on which the full cache scores too little to lose. A row's KL is the mean over all tokens
+of the full cache's answers, over its seeds alike; intervals are 95 % bootstraps over contexts, differences are paired.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from paper.exhibit import Comparison
+from paper.plan import Asked
+from paper.setting import Setting
+from paper.shown import ABSENT
+from restorekv.evaluation.cell import FULL
+from restorekv.evaluation.report import Cell, Row, Table, number, table
+from restorekv.evaluation.results import Result
+from restorekv.evaluation.stats import resamples
+
+NOTE = (
+    "KL: mean KL(full || cache) in nats over the tokens of the full cache's answers; below it the 95 % interval, or "
+    "what parts it from {against} with the 95 % interval of that. Same: answers with the full cache's very text, in "
+    "percent. All tasks count."
+)
+Found = Mapping[Asked, Mapping[int | None, Sequence[Result]]]  # results by seed, as `plan.measured` gives them
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """`sums` of KL over tokens and their number `tokens`, both (documents,); `same` in percent. Means over seeds."""
+
+    sums: np.ndarray
+    tokens: np.ndarray
+    same: float
+
+    @property
+    def kl(self) -> float:
+        return float(self.sums.sum() / self.tokens.sum())
+
+    def draws(self) -> np.ndarray:
+        """The KL of every resampled set of documents: (RESAMPLES,), not a number where a set has no tokens."""
+        drawn = resamples(len(self.sums), 0)
+        with np.errstate(invalid="ignore"):
+            return (drawn @ self.sums) / (drawn @ self.tokens)
+
+
+def read(by_seed: Mapping[int | None, Sequence[Result]], tasks: Sequence[str]) -> Fidelity | None:
+    """Over some of the tasks (none: all of them); None where an answer was recorded without its fidelity."""
+    sums, tokens, same = [], [], []
+    for results in by_seed.values():
+        lines = [[told for told in line["answers"] if not tasks or told["task"] in tasks]
+                 for result in results for line in result.lines]  # fmt: skip
+        every = [told for answers in lines for told in answers]
+        if not every or not all("kl" in told for told in every):
+            return None
+        sums.append([sum(told["kl"] * told["answer_tokens"] for told in answers) for answers in lines])
+        tokens.append([sum(told["answer_tokens"] for told in answers) for answers in lines])
+        same.append(100 * float(np.mean([told["same"] for told in every])))
+    return Fidelity(np.mean(sums, 0), np.mean(tokens, 0), float(np.mean(same)))
+
+
+def interval(one: Fidelity, other: Fidelity | None = None) -> tuple[float, float, float]:
+    """The KL with its 95 % interval; minus that of another row, paired, if given."""
+    drawn = one.draws() - (other.draws() if other else 0)
+    low, high = np.nanpercentile(drawn, (2.5, 97.5))
+    return one.kl - (other.kl if other else 0), float(low), float(high)
+
+
+def known(exhibit: Comparison, setting: Setting, found: Found) -> dict[Asked, Fidelity]:
+    """Of every row but the full cache's, where it was recorded."""
+    told = {spot: read(by_seed, setting.benches[spot[1]].all_tasks)
+            for spot, by_seed in found.items() if exhibit.rows[spot[0]].evictor != FULL}  # fmt: skip
+    return {spot: fidelity for spot, fidelity in told.items() if fidelity}
+
+
+def tables(exhibit: Comparison, setting: Setting, known: Mapping[Asked, Fidelity], key: str) -> Iterator[Table]:
+    """Methods down, ratios across; none for a benchmark without figures."""
+    if not any(spot[1] == key for spot in known):
+        return
+    ratios = list(dict.fromkeys(place.ratio for place in exhibit.places if place.benchmark == key))
+    head = [
+        [Cell(""), *(Cell(f"r = {ratio:g}", columns=2) for ratio in ratios)],
+        ["method", *(title for _ in ratios for title in ("KL, nats", "same, %"))],
+    ]
+    lines = []
+    for name, row in exhibit.rows.items():
+        if row.evictor != FULL:
+            made = [cell for ratio in ratios for cell in cells(exhibit, known, (name, key, ratio))]
+            lines.append(Row([row.label, *made], strong=name in exhibit.against and row.adapter is not None))
+    others = {exhibit.rows[row].label for row in exhibit.against.values()}
+    note = NOTE.format(against=others.pop() if len(others) == 1 else "its base")
+    title = f"{exhibit.title}: {setting.benches[key].shown}, fidelity to the full cache"
+    yield table(f"{exhibit.name}-{key}-fidelity", title, head, lines, note, list(figures(exhibit, known, key)))
+
+
+def cells(exhibit: Comparison, known: Mapping[Asked, Fidelity], spot: Asked) -> list[Cell]:
+    """KL, and the share of answers that stay the same."""
+    mine, base = known.get(spot), known.get((exhibit.against.get(spot[0], ""), *spot[1:]))
+    if mine is None:
+        return [ABSENT, ABSENT]
+    value, low, high = interval(mine, base)
+    small = f"{number(low, 3, bool(base))} to {number(high, 3, bool(base))}"
+    small = f"{number(value, 3, True)}, {small}" if base else small
+    apart = base is not None and (low > 0 or high < 0)
+    return [Cell(number(mine.kl, 3), small, strong=apart), Cell(number(mine.same, 0))]
+
+
+def lowered(exhibit: Comparison, known: Mapping[Asked, Fidelity]) -> Iterator[str]:
+    """In how many pairs of a restored row and its base the KL is lower."""
+    rows = exhibit.rows
+    pairs = [(known[spot], known[other, *spot[1:]]) for spot in known
+             if (other := exhibit.against.get(spot[0], "")) and (other, *spot[1:]) in known
+             and rows[spot[0]].adapter is not None and rows[other].adapter is None]  # fmt: skip
+    if pairs:
+        found = [interval(*pair) for pair in pairs]
+        less, surely = sum(value < 0 for value, _, _ in found), sum(high < 0 for _, _, high in found)
+        raised = sum(low > 0 for _, low, _ in found)
+        yield (
+            f"Restoring lowers KL(full || cache) in {less} of {len(pairs)} pairs; the interval is below zero in "
+            f"{surely} and above zero in {raised}."
+        )
+
+
+def figures(exhibit: Comparison, known: Mapping[Asked, Fidelity], benchmark: str = "") -> Iterator[dict[str, object]]:
+    """The same for programs; of one benchmark, or of all."""
+    for spot, mine in known.items():
+        row, key, ratio = spot
+        if benchmark not in ("", key):
+            continue
+        line = {"row": row, "label": exhibit.rows[row].label, "benchmark": key, "ratio": ratio}
+        line |= zip(("kl", "kl_low", "kl_high"), interval(mine), strict=True)
+        line |= {"same": mine.same, "answer_tokens": float(mine.tokens.sum())}
+        base = exhibit.against.get(row, "")
+        if (base, key, ratio) in known:
+            apart = interval(mine, known[base, key, ratio])
+            line |= {"against": base, **dict(zip(("kl_change", "change_low", "change_high"), apart, strict=True))}
+        yield line

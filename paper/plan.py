@@ -1,0 +1,204 @@
+"""What exhibits need: cells that they share, adapters that are not at hand, and the scores that come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from paper.exhibit import Comparison, Place
+from paper.scores import Scores
+from paper.setting import Bench, Setting
+from paper.study import Study
+from paper.training import Training
+from restorekv.evaluation.cell import Cell
+from restorekv.evaluation.results import SECONDS, Result, complete_lines
+from restorekv.evaluation.stats import Answer, without_loss
+
+Exhibit = Comparison | Study
+Asked = tuple[str, str, float]  # a row, a benchmark of the paper, a ratio
+
+
+@dataclass(frozen=True)
+class Need:
+    """A cell for a row of an exhibit at a place, of one seed."""
+
+    row: str
+    place: Place
+    seed: int | None
+    cell: Cell
+
+
+def needs(exhibit: Exhibit, setting: Setting) -> list[Need]:
+    """All whose adapters are at hand, in the order of the rows."""
+    if isinstance(exhibit, Study):
+        return []
+    return [
+        Need(name, each, seed, cell)
+        for name, row in exhibit.rows.items()
+        for seed, adapter in setting.located(row).items()
+        if seed is None or adapter is not None
+        for place in exhibit.places
+        for each in place.each[:1]
+        for cell in setting.cells(row, each, adapter)
+    ]
+
+
+def cells(exhibits: Sequence[Exhibit], setting: Setting) -> list[Cell]:
+    """Each once, in the order in which the exhibits ask; the full cache's, which decide what counts, with the rest."""
+    found: dict[Cell, None] = {}
+    for exhibit in exhibits:
+        found |= dict.fromkeys(need.cell for need in needs(exhibit, setting))
+        found |= dict.fromkeys(cell for key in asked(exhibit) for cell in setting.full(key))
+    return list(found)
+
+
+def asked(exhibit: Exhibit) -> list[str]:
+    """The paper's benchmarks that a comparison asks."""
+    return list(dict.fromkeys(place.benchmark for place in exhibit.places)) if isinstance(exhibit, Comparison) else []
+
+
+def trainings(exhibits: Sequence[Exhibit], setting: Setting) -> list[Training]:
+    """Those whose adapters are not at hand, each once, all of a seed before the next seed."""
+    found: dict[str, Training] = {}
+    for exhibit in exhibits:
+        for row in exhibit.rows.values() if isinstance(exhibit, Comparison) else ():
+            found |= {training.name: training for training in setting.wanted(row)}
+    return sorted(found.values(), key=lambda training: training.seed)
+
+
+def missing(exhibit: Exhibit, setting: Setting) -> Iterator[str]:
+    """Rows that cannot be measured, and why."""
+    if isinstance(exhibit, Study):
+        return
+    for row in exhibit.rows.values():
+        places = setting.located(row)
+        if None not in places and not any(places.values()):
+            names = ", ".join(training.name for training in setting.wanted(row)[:1])
+            yield f"{row.label}: no adapter" + (f" ({names})" if names else "")
+
+
+def unreachable(exhibit: Exhibit, setting: Setting, failed: Mapping[tuple[str, str], str]) -> list[str]:
+    """Evictors on benchmarks, or the study itself, that could not be measured, and why (`carry_out.Done.failed`)."""
+    if isinstance(exhibit, Study):
+        return [failed[exhibit.name, ""]] if (exhibit.name, "") in failed else []
+    told = [
+        f"{bench.title}: {failed[spec, row.evictor]}"
+        for bench in map(setting.benches.get, asked(exhibit))
+        for spec in bench.specs
+        for row in exhibit.rows.values()
+        if (spec, row.evictor) in failed
+    ]
+    return list(dict.fromkeys(told))
+
+
+def seeds_told(exhibit: Comparison, setting: Setting) -> str:
+    """Which training seeds stand behind the rows, where that is not one and the same."""
+    found = {row.label: [seed for seed, place in setting.located(row).items() if seed is not None and place]
+             for row in exhibit.rows.values() if isinstance(row.adapter, Mapping)}  # fmt: skip
+    if not found or all(len(seeds) == len(setting.seeds) for seeds in found.values()):
+        return ""
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for label, seeds in found.items():
+        groups.setdefault(tuple(seeds), []).append(label)
+    told = "; ".join(
+        f"{'seeds' if len(seeds) > 1 else 'seed'} {', '.join(map(str, seeds)) or 'none'}: {', '.join(labels)}"
+        for seeds, labels in groups.items()
+    )
+    return (
+        f"Adapters at hand ({told}). Where a row has one seed its interval leaves out how seeds differ; "
+        "--retrain makes the others."
+    )
+
+
+def scores(exhibit: Comparison, setting: Setting, results: Mapping[Cell, Result]) -> Scores:
+    """Of the cells that are done; tasks on which the full cache scores below 10 are left out of every mean."""
+    used = asked(exhibit)
+    runs = {spot: {seed: answers(found) for seed, found in by_seed.items()}
+            for spot, by_seed in measured(exhibit, setting, results).items()}  # fmt: skip
+    sets = list(dict.fromkeys(setting.benches[key].specs for key in used))
+    whole = {key: full_answers(key, setting, results) for key in used}
+    out = {key: nothing_to_lose(setting.benches[key], told) for key, told in whole.items()}
+    made = Scores(
+        runs, {(key, part): counted_tasks(of, whole[key], out[key])
+               for key in used for part, of in setting.benches[key].parts.items()},
+        frozenset(key for key in used if setting.benches[key].by_context),
+        {key: sets.index(setting.benches[key].specs) for key in used}, out,
+    )  # fmt: skip
+    made.check()
+    return made
+
+
+def measured(
+    exhibit: Comparison, setting: Setting, results: Mapping[Cell, Result]
+) -> dict[Asked, dict[int | None, list[Result]]]:
+    """What is done of every row, benchmark and ratio, by seed in their order: a result for each spec, all or none."""
+    wanted: dict[Asked, dict[int | None, list[Cell]]] = {}
+    for need in needs(exhibit, setting):
+        held = wanted.setdefault((need.row, need.place.benchmark, need.place.ratio), {}).setdefault(need.seed, [])
+        held += [need.cell] if need.cell not in held else []
+    done = {cell for cell, result in results.items() if result.done}
+    found = {
+        spot: {seed: [results[cell] for cell in by_seed[seed]] for seed in sorted(by_seed, key=str)
+               if done.issuperset(by_seed[seed])}
+        for spot, by_seed in wanted.items()
+    }  # fmt: skip
+    return {spot: by_seed for spot, by_seed in found.items() if by_seed}
+
+
+def answers(found: Sequence[Result]) -> list[Answer]:
+    """Of one result, or of several as one benchmark, whose documents are told apart."""
+    if len(found) == 1:
+        return found[0].answers
+    return [
+        replace(answer, document=f"{result.cell.benchmark}: {answer.document}")
+        for result in found
+        for answer in result.answers
+    ]
+
+
+def full_answers(key: str, setting: Setting, results: Mapping[Cell, Result]) -> list[Answer]:
+    """The full cache's to all that stands for a benchmark of the paper; none where they are not at hand."""
+    found = [results[cell] for cell in setting.full(key) if cell in results and results[cell].done]
+    return answers(found) if len(found) == len(setting.benches[key].specs) else []
+
+
+def nothing_to_lose(bench: Bench, full: Sequence[Answer]) -> list[str]:
+    """The benchmark's tasks on which the full cache, which gave the answers, scores below 10."""
+    below, named = without_loss(full, bench.by_context) if full else [], bench.all_tasks
+    return [task for task in below if not named or task in named]
+
+
+def counted_tasks(tasks: tuple[str, ...], full: Sequence[Answer], out: Sequence[str]) -> tuple[str, ...]:
+    """Those of a part (none: all of them) that its mean is over: without those left `out`, unless that is every one."""
+    if not out:
+        return tasks
+    every = dict.fromkeys(answer.family for answer in full)
+    return tuple(task for task in every if task not in out and (not tasks or task in tasks)) or tasks
+
+
+def seconds(exhibit: Comparison, setting: Setting, results: Mapping[Cell, Result]) -> dict[str, dict[str, float]]:
+    """What a cache takes to make, by row that the exhibit times and sample, at its tightest ratio.
+
+    A preparation's first cell bears prefill and scores, its first restored one the restore pass: both count for all.
+    """
+    told, tight = {}, min(place.ratio for place in exhibit.places)
+    for name in exhibit.seconds:
+        mine = [n.cell for n in needs(exhibit, setting) if n.row == name and n.place.ratio == tight]
+        if not mine or mine[0] not in results or not results[mine[0]].done:
+            continue
+        shared = [result for cell, result in results.items() if cell.preparation == mine[0].preparation]
+        alike = [result for result in shared if result.cell.adapter == mine[0].adapter]
+        phases = (phase(shared, "prefill"), phase(shared, "score"), phase(alike, "restore"))
+        own = phase([results[mine[0]]], "evict")
+        told[name] = {sample: took + sum(each.get(sample, 0) for each in phases) for sample, took in own.items()}
+    return told
+
+
+def phase(found: Sequence[Result], name: str) -> dict[str, float]:
+    """The longest that any of the cells bears, by sample: a second start of a run prepares again."""
+    longest: dict[str, float] = {}
+    for result in found:
+        for line in complete_lines(result.folder / SECONDS):
+            if name in line:
+                longest[line["sample"]] = max(longest.get(line["sample"], 0), line[name])
+    return longest

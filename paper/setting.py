@@ -1,0 +1,263 @@
+"""What exhibits are measured on: a model, what stands for each of the paper's benchmarks, where adapters lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from paper.exhibit import OWN, Place, Row
+from paper.recipe import ABLATIONS, CONTEXTS, LONGEST
+from paper.training import Setup, Training
+from restorekv import tasks
+from restorekv.compression.compressor import shipped_adapter
+from restorekv.errors import AdapterError, RestoreKVError
+from restorekv.evaluation.cell import FULL, Cell
+from restorekv.model.load import BUNDLED
+from restorekv.restore import hub
+from restorekv.tiny import world
+from restorekv.train.config import TrainConfig
+
+DOCUMENTS, LONG_DOCUMENTS = 104, 52
+CATEGORIES = ("S-QA", "M-QA", "Summ", "Few-shot", "Synth", "Code")
+PUBLISHED = "published"
+SEEDS = (0, 1, 2)
+TRAINED = Path(__file__).parent / "ablations"  # adapters of the ablations, by model and training
+ASKED = ("ruler", "qasper", "quality", "longhealth", "longbench", "scbench")
+ABOUT_BUNDLED = (
+    "The paper's figures are of other models and other questions: what can be compared is the order of rows and the "
+    "size of gains, not the scores. The bundled adapters were trained with the chat prefix kept beside the budget, so "
+    "they are asked so here. Where n restore tokens exceed the budget of a short document, fewer are used."
+)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What is asked where the paper asks the benchmark `title`.
+
+    `parts` are the tasks of each of its parts (no tasks: all of them); `standing` says in a sentence what stands in,
+    `name` what that is called. `more` are further benchmarks whose tasks, which have names of their own, count with
+    those of `spec`.
+    """
+
+    title: str
+    spec: str
+    parts: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"": ()})
+    standing: str = ""
+    protocol: str = "kvpress"
+    name: str = ""
+    more: tuple[str, ...] = ()
+
+    @property
+    def specs(self) -> tuple[str, ...]:
+        return (self.spec, *self.more)
+
+    @property
+    def all_tasks(self) -> tuple[str, ...]:
+        """Those of all its parts; none where a part has all."""
+        parts = list(self.parts.values())
+        return () if () in parts else tuple(task for tasks in parts for task in tasks)
+
+    @property
+    def by_context(self) -> bool:
+        return tasks.make(self.spec).by_context(self.protocol)
+
+    @property
+    def shown(self) -> str:
+        """The title over figures, which are of something else where something stands in."""
+        if not self.standing:
+            return self.title
+        return f"{self.name} (for {self.title})" if self.name else f"{self.title} (stand-in)"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """`conventions` are fields of every cell; `adapters` a folder of adapters by evictor, or "published".
+
+    `more_ratios` are asked in the ablations beside the paper's, where those do not strain the model. `name` is what
+    pages call the model, `about` what their readers must know of it; `efficiency_tokens` is the length of the context
+    whose compression is timed.
+    """
+
+    setup: Setup
+    benches: Mapping[str, Bench]
+    conventions: Mapping[str, object]
+    adapters: str | None = None
+    seeds: tuple[int, ...] = SEEDS
+    more_ratios: tuple[float, ...] = ()
+    name: str = ""
+    about: str = ""
+    efficiency_tokens: int = 32768  # the paper's
+
+    @property
+    def model(self) -> str:
+        return self.setup.model
+
+    @property
+    def bundled(self) -> bool:
+        return self.model == BUNDLED
+
+    @property
+    def settings(self) -> TrainConfig:
+        """Of trainings; the method itself has their number of restore tokens."""
+        return self.setup.settings
+
+    def training(self, changed: Mapping[str, object], seed: int) -> Training:
+        return Training(self.setup, changed, seed)
+
+    def cells(self, row: Row, place: Place, adapter: str | None) -> list[Cell]:
+        """A row at a place, with the adapter that `located` found: a cell for each of the place's benchmarks."""
+        if row.evictor == FULL:
+            return self.full(place.benchmark)
+        changed = {} if adapter is None else trained_under(row)
+        own = {**self.conventions, **changed, **row.conventions, "adapter": adapter}
+        asked = self.asked(place.benchmark)
+        return [Cell(evictor=row.evictor, ratio=f"{place.ratio:g}", **each, **own) for each in asked]
+
+    def full(self, benchmark: str) -> list[Cell]:
+        """The full cache asked what stands for a benchmark of the paper."""
+        return [Cell.full(**each) for each in self.asked(benchmark)]
+
+    def asked(self, benchmark: str) -> list[dict[str, str]]:
+        """What all cells for a benchmark of the paper have in common."""
+        bench = self.benches[benchmark]
+        common = {"model": self.model, "protocol": bench.protocol, "dtype": self.setup.dtype}
+        return [{**common, "benchmark": spec} for spec in bench.specs]
+
+    def located(self, row: Row) -> dict[int | None, str | None]:
+        """Where the row's adapters lie, by seed; None for what is not at hand. A row without one has the seed None."""
+        if row.adapter is None:
+            return {None: None}
+        if row.adapter == OWN:
+            return {0: self.of_evictor(row.evictor, row.evictor)}
+        return {seed: self.trained(row.adapter, seed, row.evictor) for seed in self.seeds}
+
+    def of_evictor(self, evictor: str, used: str) -> str | None:
+        """The adapter that belongs to an evictor, for caches of the evictor `used`: given, shipped or trained here."""
+        if self.adapters == PUBLISHED:
+            try:
+                return hub.published_name(self.model, evictor)
+            except AdapterError:
+                return None
+        if self.adapters and (Path(self.adapters) / evictor / "adapter_config.json").exists():
+            return str((Path(self.adapters) / evictor).absolute())
+        if shipped_adapter(self.model, evictor):
+            return "auto" if used == evictor else f"{self.model}:{evictor}"
+        return None if self.bundled else self.folder_of(self.training({"evictor": evictor}, 0))
+
+    def trained(self, changed: Mapping[str, object], seed: int, used: str) -> str | None:
+        """The adapter of a training for caches of the evictor `used`: trained here, shipped, or given."""
+        training = self.training(changed, seed)
+        if found := self.folder_of(training):
+            return found
+        own = self.settings == ABLATIONS or not self.bundled
+        stored = TRAINED / self.model / training.name
+        if own and stored.is_dir():
+            return str(stored.relative_to(Path.cwd()) if stored.is_relative_to(Path.cwd()) else stored)
+        if self.bundled:
+            return None
+        if seed == 0 and training.config == replace(self.settings, evictor=training.config.evictor, seed=0):
+            return self.of_evictor(training.config.evictor, used)
+        given = Path(self.adapters or "") / training.name
+        return str(given.absolute()) if self.adapters not in (None, PUBLISHED) and given.is_dir() else None
+
+    def folder_of(self, training: Training) -> str | None:
+        return str(training.adapter.absolute()) if training.done else None
+
+    def wanted(self, row: Row) -> list[Training]:
+        """The trainings that would make the adapters that are not at hand."""
+        lacking = [seed for seed, place in self.located(row).items() if seed is not None and place is None]
+        if row.adapter == OWN and self.bundled:
+            return []
+        changed = {"evictor": row.evictor} if row.adapter == OWN else row.adapter
+        return [self.training(changed, seed) for seed in lacking]
+
+
+def trained_under(row: Row) -> dict[str, object]:
+    """Conventions that an adapter of an ablation was trained with."""
+    changed = row.adapter if isinstance(row.adapter, Mapping) else {}
+    return {key: changed[key] for key in ("allocation", "restore_from") if key in changed}
+
+
+def bundled(
+    out: Path, count: int = 0, seeds: tuple[int, ...] = SEEDS, settings: TrainConfig = ABLATIONS, **more: object
+) -> Setting:
+    """The bundled model with the suite's groups for the four benchmarks, and families of it for the rest."""
+    if count < 0:
+        raise RestoreKVError(f"count is a number of documents, at least 0, not {count}.")
+    suite = f"bundled:count={count or DOCUMENTS}"
+    long = f"bundled:count={count or LONG_DOCUMENTS},low={LONGEST + 20},split=long"
+    ruler, qasper, quality, health = world.GROUPS.values()
+    of = "of the bundled suite (documents of 512 to 2,048 tokens) stand for"
+    benches = {
+        "ruler": Bench("RULER-4K", suite, {"": ruler}, f"The families {', '.join(ruler)} {of} RULER-4K."),
+        "qasper": Bench("QASPER", suite, {"": qasper}, f"The families {', '.join(qasper)} {of} QASPER."),
+        "quality": Bench("QuALITY", suite, {"": quality}, f"Questions with four options {of} QuALITY."),
+        "longhealth": Bench("LongHealth", suite, {"": health}, f"Questions with five options {of} LongHealth."),
+        "longbench": Bench(
+            "LongBench", suite,
+            {"S-QA": ("qa",), "M-QA": ("multiquery", "vt"), "Summ": ("freeform",),
+             "Synth": ("single", "multikey", "multivalue", "cwe", "fwe")},
+            "Families of the bundled suite stand for LongBench's categories: qa for S-QA; multiquery and vt, whose "
+            "answers lie in several places, for M-QA; freeform, which gathers all that is said of someone, for Summ; "
+            "single, multikey, multivalue, cwe and fwe for Synth. Few-shot and Code have no counterpart.",
+        ),
+        "scbench": Bench(
+            "SCBench", long,
+            standing=f"Documents of {LONGEST + 20:,} to 2,048 tokens stand for SCBench: longer than every context that "
+            f"the adapters were trained on (512 to {LONGEST:,}), if not by SCBench's order of magnitude.",
+        ),
+    }  # fmt: skip
+    setup = Setup(out / "trained", settings, contexts=CONTEXTS, **more)
+    conventions = {"prefix_policy": "free", "on_tight": "fewer"}
+    return Setting(
+        setup, benches, conventions, seeds=seeds, more_ratios=(0.025,), name="the bundled model", about=ABOUT_BUNDLED,
+        efficiency_tokens=2048,
+    )  # fmt: skip
+
+
+def backbone(
+    out: Path,
+    model: str,
+    adapters: str | None,
+    count: int = 0,
+    seeds: tuple[int, ...] = SEEDS,
+    given: Sequence[str] = (),
+    **more: object,
+) -> Setting:
+    """A real model with the paper's benchmarks, settings and protocols; `given` are specs of benchmarks to take."""
+    check_adapters(adapters)
+    chosen = {made.name: made for made in map(tasks.make, given)}
+    if foreign := chosen.keys() - ASKED:
+        raise RestoreKVError(f"The paper does not ask {', '.join(sorted(foreign))}; it asks {', '.join(ASKED)}.")
+
+    def asked(name: str, **settings: object) -> str:
+        made = chosen.get(name) or tasks.BENCHMARKS[name](**settings)
+        return (replace(made, count=count) if count else made).spec
+
+    ruler = asked("ruler", source="hub")
+    benches = {
+        "ruler": Bench("RULER-4K", ruler, standing=generated(ruler)),
+        "qasper": Bench("QASPER", asked("qasper")),
+        "quality": Bench("QuALITY", asked("quality")),
+        "longhealth": Bench("LongHealth", asked("longhealth")),
+        "longbench": Bench("LongBench", asked("longbench"), dict(tasks.make("longbench").groups())),
+        "scbench": Bench("SCBench", asked("scbench"), protocol="kvzip"),
+    }
+    setup = Setup(out / "trained", TrainConfig(prefix_policy="counted"), model, **more)  # as RULER is asked
+    return Setting(setup, benches, {"on_tight": "fewer"}, adapters, seeds)
+
+
+def generated(ruler: str) -> str:
+    """What stands in for RULER's own samples, in a sentence; nothing where kvpress's data set is asked."""
+    told = tasks.make(ruler).described()
+    if "stand_ins" not in told:
+        return ""
+    parts = "; ".join(f"{task}: {what}" for task, what in told["stand_ins"].items())
+    return f"RULER-4K is {told['data']}" + (f" ({parts})." if parts else ".")
+
+
+def check_adapters(adapters: str | None) -> None:
+    """Refuses a folder that is not there."""
+    if adapters not in (None, PUBLISHED) and not Path(adapters).is_dir():
+        raise RestoreKVError(f"There is no folder {adapters}; give one of adapters by evictor, or {PUBLISHED}.")

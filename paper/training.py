@@ -1,0 +1,194 @@
+"""Trainings of the paper's ablations: what differs from the settings is the name of the training and of its folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from paper.recipe import LONGEST, SHORTEST
+from restorekv.errors import RestoreKVError
+from restorekv.files import locked, replacing
+from restorekv.model.load import BUNDLED, load_model
+from restorekv.restore.adapter import RestoreAdapter
+from restorekv.train.config import TrainConfig
+from restorekv.train.data import bundled_examples, read_examples
+from restorekv.train.example import Example
+from restorekv.train.loop import train
+
+Told = Callable[[str], None]
+CARD = "restorekv.json"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all trainings of a folder have in common. `contexts` counts the bundled training documents."""
+
+    folder: Path
+    settings: TrainConfig
+    model: str = BUNDLED
+    data: Path | None = None
+    contexts: int = 500
+    device: str = "cpu"
+    dtype: str = "auto"
+
+    @property
+    def store(self) -> tuple[Path, bool]:
+        """Where prefills, scores and lessons are kept; the full caches of the bundled model take 2 GB in all."""
+        return self.folder / "lessons", self.model == BUNDLED
+
+    def examples(self, model, tokenizer) -> list[Example]:
+        """The same for every seed: only initial weights, order and ratios differ, as in the paper."""
+        if self.data is not None:
+            return read_examples(self.data, model, tokenizer)
+        return bundled_examples(tokenizer, self.contexts, 0, SHORTEST, LONGEST)
+
+    def made_with(self, config: TrainConfig) -> dict:
+        """What an adapter depends on, besides the model's weights, which its own card tells."""
+        told = json.loads(replace(config, keep=0, checkpoint_every=1).text())
+        return {"train": told, "model": self.model, "data": self.described_data()}
+
+    def described_data(self) -> str:
+        """What was trained on: the bundled world, or a digest of the files."""
+        if self.data is None:
+            return f"bundled: {self.contexts} documents of {SHORTEST} to {LONGEST} tokens"
+        files = sorted(path for path in self.data.rglob("*") if path.is_file()) if self.data.is_dir() else [self.data]
+        digest = hashlib.sha256()
+        for path in files:
+            digest.update(path.name.encode() + path.read_bytes())
+        return f"{self.data.name}: sha256 {digest.hexdigest()[:16]}"
+
+
+@dataclass(frozen=True)
+class Training:
+    """The settings with what is changed of them, and a seed."""
+
+    setup: Setup
+    changed: Mapping[str, object]
+    seed: int
+
+    @property
+    def config(self) -> TrainConfig:
+        return replace(self.setup.settings, **self.changed, seed=self.seed)
+
+    @property
+    def name(self) -> str:
+        return name_of(self.changed, self.setup.settings, self.seed)
+
+    @property
+    def folder(self) -> Path:
+        return self.setup.folder / self.name
+
+    @property
+    def adapter(self) -> Path:
+        return self.folder / "adapter"
+
+    @property
+    def done(self) -> bool:
+        return (self.adapter / CARD).exists()
+
+    def state(self) -> str:
+        """done, or how far it is."""
+        if self.done:
+            return "done"
+        log = self.folder / "loss.csv"
+        steps = len(log.read_text().splitlines()) - 1 if log.exists() else 0
+        return f"step {steps} of {self.config.steps}" if steps > 0 else "not trained"
+
+
+def name_of(changed: Mapping[str, object], settings: TrainConfig, seed: int) -> str:
+    """What differs from the settings, then the seed: "restorekv,restore_tokens=1,seed=0"."""
+    told = [f"{key}={worded(value)}" for key, value in sorted(changed.items()) if getattr(settings, key) != value]
+    return ",".join(["restorekv", *told, f"seed={seed}"])
+
+
+def worded(value: object) -> str:
+    """A setting in a folder's name."""
+    if isinstance(value, tuple):
+        return "+".join(str(part).removesuffix("_proj") for part in value) or "none"
+    return f"{value:g}" if isinstance(value, float) else re.sub(r"[/:]", "-", str(value))
+
+
+def carry_out(training: Training, told: Told) -> RestoreAdapter:
+    """Trains from the last checkpoint on; the folder then holds the adapter."""
+    setup, config, begun, first = training.setup, training.config, time.perf_counter(), []
+    model, tokenizer = load_model(setup.model, setup.dtype, setup.device)
+
+    def progress(step: int, steps: int, loss: float) -> None:
+        first.append(step)
+        if step % 25 == 0 or step == steps:
+            left = (time.perf_counter() - begun) / len(first) * (steps - step) / 60
+            told(f"step {step} of {steps}, loss {loss:.4f}, {left:.0f} min to go")
+
+    examples, (store, prefills) = setup.examples(model, tokenizer), setup.store
+    return train(
+        model, tokenizer, examples, config, training.folder, resume=True, progress=progress, store=store,
+        store_prefill=prefills,
+    )  # fmt: skip
+
+
+def train_all(trainings: Sequence[Training], workers: int, threads: int) -> None:
+    """All of them, by as many processes; what one holds the others leave."""
+    if not trainings:
+        return
+    trainings[0].setup.folder.mkdir(parents=True, exist_ok=True)
+    check(trainings[0].setup)
+    if workers == 1:
+        return work(trainings, threads)
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=hand, args=(trainings, threads)) for _ in range(workers)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    missing = [training.name for training in trainings if not training.done]
+    if missing:
+        raise RestoreKVError(f"{len(missing)} trainings are not done ({missing[0]}, ...); start the command again.")
+    return None
+
+
+def hand(trainings: Sequence[Training], threads: int) -> None:
+    """A process of its own, which tells a mistake in one sentence."""
+    try:
+        work(trainings, threads)
+    except (RestoreKVError, KeyboardInterrupt) as error:
+        sys.exit(str(error) or "interrupted")
+
+
+def check(setup: Setup) -> None:
+    """Refuses a folder whose adapters were trained with other settings, model or data."""
+    path, now = setup.folder / "settings.json", json.dumps(setup.made_with(setup.settings), sort_keys=True)
+    if not path.exists():
+        with replacing(path) as temporary:
+            temporary.write_text(now, encoding="utf-8")
+    elif path.read_text(encoding="utf-8") != now:
+        raise RestoreKVError(f"{setup.folder} was made with other settings; choose another folder.")
+
+
+def work(trainings: Sequence[Training], threads: int) -> None:
+    """One process: whatever is neither done nor held by another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    for training in trainings:
+        with claimed(training) as mine:
+            if mine and not training.done:
+                carry_out(training, lambda text, name=training.name: print(f"{name}: {text}", flush=True))
+                left = sum(not each.done for each in trainings)
+                print(f"{training.name}: done; {left} trainings left", flush=True)
+    torch.set_num_threads(before)
+
+
+def claimed(training: Training) -> AbstractContextManager[bool]:
+    """Whether this process may work on it."""
+    folder = training.setup.folder / "locks"
+    folder.mkdir(exist_ok=True)
+    return locked(folder / training.name)

@@ -1,0 +1,42 @@
+"""Train the restore adapters of the bundled model.
+
+    python recipes/tiny/adapters.py runs/tiny --evictor kvzip          (resumes)
+
+The settings are those of paper.recipe.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from paper.recipe import CONTEXTS, LONGEST, SHIPPED, SHORTEST
+from restorekv.model.load import load_model
+from restorekv.train.config import TrainConfig
+from restorekv.train.data import bundled_examples
+from restorekv.train.loop import train
+
+
+def main() -> None:
+    """Train one adapter and leave it in FOLDER/restore-EVICTOR/adapter."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--evictor", default="kvzip")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    model, tokenizer = load_model(str(options.folder / "model"))
+    config = TrainConfig(**{**vars(SHIPPED), "evictor": options.evictor})
+    examples = bundled_examples(tokenizer, CONTEXTS, config.seed, SHORTEST, LONGEST)
+
+    def show(step: int, steps: int, loss: float) -> None:
+        if step % 10 == 0:
+            print(f"{options.evictor}: step {step} of {steps}, loss {loss:.4f}", flush=True)
+
+    train(model, tokenizer, examples, config, options.folder / f"restore-{options.evictor}", resume=True, progress=show)
+
+
+if __name__ == "__main__":
+    main()

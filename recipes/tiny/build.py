@@ -1,0 +1,78 @@
+"""Make everything that ships in src/restorekv/tiny: tokenizer, model, gates, restore adapters. Resumable.
+
+make tiny            or            python recipes/tiny/build.py runs/tiny
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from restorekv.evictors import gate_file
+from restorekv.restore.adapter import RestoreAdapter
+
+HERE = Path(__file__).parent
+PACKAGE = HERE.parents[1] / "src" / "restorekv" / "tiny"
+EVICTORS = ("kvzip", "kvzip+", "contrastkv", "contrastkv-simple", "snapkv", "h2o", "fastkvzip")
+AT_ONCE = 2  # trainings, a thread each
+
+
+def step(script: str, *arguments: str | Path) -> subprocess.Popen:
+    """Start one of the recipe's scripts."""
+    return subprocess.Popen([sys.executable, str(HERE / script), *map(str, arguments)])
+
+
+def finish(*running: subprocess.Popen) -> None:
+    """Wait for scripts; stop with the first failure's exit status."""
+    for process in running:
+        if process.wait():
+            raise SystemExit(process.returncode)
+
+
+def install(folder: Path) -> None:
+    """Copy the results into the package: the model in float32, LoRA in bfloat16."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    shutil.rmtree(PACKAGE / "model", ignore_errors=True)
+    model.save_pretrained(PACKAGE / "model")
+    AutoTokenizer.from_pretrained(folder / "model").save_pretrained(PACKAGE / "model")
+    for evictor in EVICTORS:
+        adapter = RestoreAdapter.from_pretrained(model, folder / f"restore-{evictor}" / "adapter")
+        adapter.card = replace(adapter.card, model="bundled")
+        adapter.config.base_model_name_or_path = "bundled"
+        adapter.save_pretrained(PACKAGE / "adapters" / evictor, dtype=torch.bfloat16)
+
+
+def install_gates(folder: Path) -> None:
+    """Before the adapters, which need them: "fastkvzip" looks for its gate in the package."""
+    (PACKAGE / "gates").mkdir(exist_ok=True)
+    for kind in gate_file.KINDS:
+        gate = gate_file.read(folder / "gates" / f"{kind}.safetensors")
+        gate_file.write(
+            PACKAGE / "gates" / f"{kind}.safetensors", replace(gate, card=replace(gate.card, model="bundled"))
+        )
+
+
+def main() -> None:
+    """Run what has not been run."""
+    folder = Path(sys.argv[1])
+    if not (folder / "model" / "tokenizer.json").exists():
+        finish(step("tokenizer.py", folder / "model"))
+    if not (folder / "model" / "model.safetensors").exists():
+        finish(step("pretrain.py", folder))
+    finish(step("gates.py", folder))
+    install_gates(folder)
+    wanted = [evictor for evictor in EVICTORS if not (folder / f"restore-{evictor}" / "adapter").exists()]
+    for first in range(0, len(wanted), AT_ONCE):
+        pair = wanted[first : first + AT_ONCE]
+        finish(*(step("adapters.py", folder, "--evictor", evictor) for evictor in pair))
+    install(folder)
+
+
+if __name__ == "__main__":
+    main()

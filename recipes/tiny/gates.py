@@ -1,0 +1,47 @@
+"""Train the gates of the bundled model: the learned scorers of fastkvzip and kvzap.
+
+    python recipes/tiny/gates.py runs/tiny          (resumes)
+
+The documents are of the split that the restore pass is trained on, and as long as those of the suite.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from restorekv.evictors.gate_file import KINDS, TARGETS
+from restorekv.model.load import load_model
+from restorekv.tiny.suite import LONGEST, SHORTEST
+from restorekv.train.data import bundled_examples
+from restorekv.train.gate import train_gate
+from restorekv.train.gate_fits import GateConfig
+
+CONTEXTS = 200
+
+
+def main() -> None:
+    """Leaves one file a kind in FOLDER/gates."""
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    model, tokenizer = load_model(str(folder / "model"))
+    texts = [example.context for example in bundled_examples(tokenizer, CONTEXTS, 0, SHORTEST, LONGEST)]
+
+    def show(done: int, total: int, what: str) -> None:
+        if done % max(total // 20, 1) == 0:
+            print(f"{done} of {total}, {what}", flush=True)
+
+    gates = folder / "gates"
+    gates.mkdir(exist_ok=True)
+    for kind in KINDS:
+        out = gates / f"{kind}.safetensors"
+        if not out.exists():
+            config = GateConfig(kind)
+            gate = train_gate(model, tokenizer, texts, config, out, gates / TARGETS[kind], resume=True, progress=show)
+            print(f"{kind}: {gate.card.figures}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

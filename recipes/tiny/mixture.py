@@ -1,0 +1,295 @@
+"""The appendix's table of training data in small: both mixtures, made for the bundled model from made-up sources.
+
+    python recipes/tiny/mixture.py runs/mixture            (resumes: nothing that has been asked is asked again)
+
+Writes FOLDER/sources (files in the formats of LongAlpaca, PG-19, Tulu-3 and the Common Pile's papers), FOLDER/paper and
+FOLDER/permissive (as `restorekv data build` does), docs/data-table.md,
+docs/results/data-table.json and, for `python -m paper`, the rows of the first in the package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from paper.exhibits.training_data import MIXTURE
+from restorekv.data.build import build
+from restorekv.data.config import BuildConfig
+from restorekv.data.mixture import read_mixture
+from restorekv.data.open_papers import LABELS
+from restorekv.data.overlap import Evaluations
+from restorekv.data.selfstudy import KINDS
+from restorekv.data.shard import parquet_rows
+from restorekv.data.table import data_table, figures, left_out
+from restorekv.files import replacing, write_json
+from restorekv.model.load import load_model
+from restorekv.tiny import suite, world
+from restorekv.tiny.words import DEEDS, PEOPLE, PLACES, TIMES
+
+DOCS = Path(__file__).parents[2] / "docs"
+TEST = 156  # test documents of the bundled suite that some table here is measured on; `data build` knows the first 52
+BOUNDS = {
+    "shortest": 512, "longest": 1800, "chunk": 768, "chunks": 4, "flan_shortest": 128,
+    "question_tokens": 32, "answer_tokens": 64, "flan_answer_tokens": 64,
+}  # fmt: skip
+COUNTS = {"documents": 30, "books": 10, "examples": 90}
+FRAMES = {
+    "paper": (
+        "Below is a paper. Memorize the paper and answer my question after the paper.\n The paper begins. \n ",
+        " \n Now the paper ends. \n",
+    ),
+    "book": (
+        "Below is some paragraphs in the book. Memorize the content and answer my question after the book.\n ",
+        " \n Now the material ends. \n",
+    ),
+}
+OTHERS = ("arXiv.org perpetual, non-exclusive license", None)  # of papers that must not be taken
+
+
+def story(rng: random.Random, tokens: int, length: Callable[[str], int]) -> list[str]:
+    """Sentences of the world's grammar up to `tokens`, in an order of their own (its stories are in the tests)."""
+    lines, used = [], 0
+    while True:
+        line = " ".join(rng.choice(part) for part in (PEOPLE, DEEDS, PLACES, TIMES)) + "."
+        used += length(line)
+        if used > tokens:
+            return lines
+        lines.append(line)
+
+
+def invented(name: str, tokens: int, length: Callable[[str], int]) -> world.Document:
+    """A document of about `tokens` with facts of three families, and their questions; the name is its seed."""
+    rng = random.Random(name)
+    parts = [world.needles(rng, 3), world.people(rng, 2), world.links(rng, 1)]
+    chosen = parts if tokens > 400 else parts[:1]
+    facts = [list(part.sentences) for part in chosen]
+    room = tokens - sum(length(sentence) for part in facts for sentence in part)
+    text = world.strew(rng, facts, story(rng, room, length)) + "\n"
+    return world.Document(text, "mixed", tuple(question for part in chosen for question in part.questions))
+
+
+def long_alpaca(tokenizer: Tokenizer, count: int, test: list[world.Document]) -> list[dict]:
+    """Rows {instruction, input, output}: documents in a frame, a repetition, a short instruction, planted copies."""
+    rng, length = random.Random("mixture papers"), suite.measure(tokenizer)
+    made = [invented(f"mixture papers {n}", rng.randint(450, 1900), length) for n in range(2 * count + 4)]
+    half = test[7].text[: len(test[7].text) // 2].replace(".", " ;")
+    hidden = world.Document(f"{invented('mixture papers hiding', 600, length).text}{half}\n", "", test[7].questions)
+    stories = suite.draw("mixture stories 0", "people", 900, 1200, length)
+    made[1:1] = [test[3], hidden, test[TEST - 1], stories]
+    made.insert(6, made[0])  # in the same frame as the first
+    rows = [{"instruction": "Name three birds.", "input": "", "output": "Owl, swan, raven."}]
+    for number, one in enumerate(made):
+        (before, after), question = FRAMES[("paper", "paper", "book")[number % 3]], rng.choice(one.questions)
+        instruction = f"{before}{one.text}{after}Question: {question.text}"
+        rows.append({"instruction": instruction, "input": "", "output": question.target})
+    return rows
+
+
+def pg19(tokenizer: Tokenizer, count: int, test: list[world.Document]) -> list[dict]:
+    """Rows as of emozilla/pg19: a few chapters each; the second book begins with a test document."""
+    rng, length = random.Random("mixture books"), suite.measure(tokenizer)
+    rows = []
+    for number in range(count + 2):
+        lengths = [rng.randint(900, 1300) for _ in range(rng.randint(3, 5))]
+        chapters = [invented(f"mixture books {number} {n}", each, length).text for n, each in enumerate(lengths)]
+        if number == 1:
+            chapters = [test[3].text, *chapters[:2]]
+        if number == 2:
+            chapters = [invented("mixture books leaflet", 300, length).text]  # shorter than a chunk
+        rows.append({
+            "short_book_title": f"Made-up book {number}", "publication_date": 1900 + number,
+            "url": f"made-up/{number}", "text": "\n\n".join(chapters),
+        })  # fmt: skip
+    return rows
+
+
+def tulu(tokenizer: Tokenizer, count: int, test: list[world.Document]) -> list[dict]:
+    """Rows {id, messages, source}: a text and a question about it; one of ten is of another subset."""
+    rng, length = random.Random("mixture flan"), suite.measure(tokenizer)
+    rows = []
+    for number in range(2 * count + 6):
+        one = test[6] if number == 2 else invented(f"mixture flan {number}", int(100 * 9 ** rng.random()), length)
+        asked = rng.choice(one.questions)
+        said = [{"role": "user", "content": one.text + asked.text}, {"role": "assistant", "content": asked.target}]
+        subset = "no_robots_converted" if number % 10 == 4 else "flan_v2_converted"
+        rows.append({"id": f"made-up-{number}", "messages": said, "source": f"ai2-adapt-dev/{subset}"})
+    return rows
+
+
+def open_papers(tokenizer: Tokenizer, count: int, test: list[world.Document]) -> list[dict]:
+    """Rows {id, text, metadata}; the licences are made up like the texts, share-alike and foreign ones among them."""
+    rng, length = random.Random("mixture open papers"), suite.measure(tokenizer)
+    claimed = [*LABELS, *OTHERS]
+    texts = [invented(f"mixture open papers {n}", rng.randint(450, 1900), length).text for n in range(4 * count + 8)]
+    texts[0] = test[10].text
+    return [
+        {"id": f"made-up-{number}", "text": text, "source": "arxiv", "metadata": {"license": claimed[number % 8]}}
+        for number, text in enumerate(texts)
+    ]
+
+
+def write_sources(folder: Path, tokenizer: Tokenizer) -> dict[str, str]:
+    """The files by the name of their setting, and "exclude": all test documents. The same bytes every time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    test = suite.documents(tokenizer, TEST)
+    files = {
+        "longalpaca": folder / "LongAlpaca.json", "pg19": folder / "pg19.parquet", "flan": folder / "tulu-3.jsonl",
+        "papers": folder / "arxiv_papers.jsonl", "exclude": folder / "bundled-suite.jsonl",
+    }  # fmt: skip
+    write_json(files["longalpaca"], long_alpaca(tokenizer, COUNTS["documents"], test))
+    with replacing(files["pg19"]) as path:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(pg19(tokenizer, COUNTS["books"], test)), path)
+    lines = {
+        "flan": tulu(tokenizer, COUNTS["examples"], test),
+        "papers": open_papers(tokenizer, COUNTS["documents"], test),
+        "exclude": [{"context": one.text} for one in test],
+    }
+    for name, rows in lines.items():
+        with replacing(files[name]) as path:
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {name: str(path) for name, path in files.items()}
+
+
+def made(folder: Path, mixture: str, files: dict[str, str]) -> tuple[list[dict], dict]:
+    """Builds a mixture, or goes on with it, and reads it back: the figures of its table, and its manifest."""
+    model, tokenizer = load_model("bundled")
+    given = {name: where for name, where in files.items() if name != "exclude"}
+    config = BuildConfig(mixture=mixture, **given, **BOUNDS, **COUNTS)
+
+    def show(done: int, total: int, title: str) -> None:
+        if done % 10 == 0 or done == total:
+            print(f"{mixture}, {title}: {done} of {total}", flush=True)
+
+    build(model, tokenizer, config, folder, [files["exclude"]], resume=folder.exists(), progress=show)
+    found, manifest = read_mixture(folder, model, tokenizer)
+    return figures(found, manifest), manifest
+
+
+def closest(folders: list[Path], test: list[world.Document]) -> tuple[int, float]:
+    """How many different contexts were taken, and the largest share of 13-grams in common with a test."""
+    tests = Evaluations(((str(number), one.text) for number, one in enumerate(test)), 1e-6)
+    texts = {row["context"] for folder in folders for file in folder.glob("*.parquet") for row in parquet_rows(file)}
+    return len(texts), max((match[1] for text in texts if (match := tests.match(text))), default=0.0)
+
+
+INTRO = """# The table of training data in small
+
+`make data-table`: both mixtures of [`restorekv data build`](data.md), made for and by the bundled model, as
+`restorekv data show` prints them. **The texts are made up**: no hub is reachable where this was made, so small files in
+the true formats of the four sources are written from the grammar of the bundled world ({sizes}).
+Licences are what such files would claim.
+
+Scaled to the model (in brackets the paper): {documents} documents (500) of {shortest:,} to {longest:,} tokens
+(2,048 to 16,000), {books} books (50) with {chunks} chunks (10) of {chunk} (3,072),
+{examples} examples of FLAN (1,500) from {flan_shortest} (512) on; questions of at most {question_tokens} tokens (64),
+answers of at most {answer_tokens} (512), to FLAN {flan_answer_tokens} (256). The other settings are the defaults.
+Figures and manifests: [results/data-table.json](results/data-table.json).
+"""
+OVERLAP = """
+## Refused as evaluation texts
+
+All {tests} test documents of the bundled suite are kept out. Copies of some are planted in every source; LongAlpaca's
+row 3 hides half of one behind another text, with other punctuation. Row 5 is no test document but one of another split
+of the suite: the suite's filler is {stories} stories that never change, so its documents share most 13-grams and all
+would be refused. The texts here therefore have sentences of the same grammar in an order of their own, and the
+threshold stays at the default ({share:g}). By the same measure the closest to the tests of the {contexts} contexts
+taken has {closest:.1%} in common with them.
+
+| mixture | document | found in | share of 13-grams |
+|---|---|---|---:|
+"""
+STUDY = """
+## What the model asks
+
+The bundled model is tiny and was never trained to write questions: what it writes is mostly a piece of the text. The
+filters look at lengths only and keep most of it. Of {all} questions of both mixtures {marks} end with a question mark.
+As teacher data this is fit for testing the pipeline and for nothing else.
+
+| kind | kept | different | with "?" | a question | its answer |
+|---|---:|---:|---:|---|---|
+"""
+FLAN = """
+FLAN's prompts hold their question themselves, of a form that the model knows: of {all} answers taken {same} are word
+for word that of the made-up source. Its shortest right answers are dropped as short.
+"""
+
+
+def printed(*tables: Table) -> str:
+    """As a terminal of 110 columns shows them."""
+    console = Console(file=io.StringIO(), width=110, color_system=None)
+    console.print(*tables)
+    return "```\n" + "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n```\n"
+
+
+def studied(folders: list[Path], contexts: int) -> str:
+    """A row per kind of question over the self-study of both mixtures."""
+    files = [folder / f"{name}.parquet" for folder in folders for name in ("longalpaca", "papers", "pg19")]
+    rows = [row for file in files if file.exists() for row in parquet_rows(file)]
+    marks = sum(row["question"].rstrip().endswith("?") for row in rows)
+    text = STUDY.format(all=f"{len(rows):,}", marks=marks)
+    for kind in KINDS:
+        own = [row for row in rows if row["kind"] == kind]
+        asked = Counter(row["question"].strip() for row in own)
+        marked = sum(count for question, count in asked.items() if question.endswith("?"))
+        shown, answer = (" ".join(own[0][name].split())[:80] if own else "" for name in ("question", "answer"))
+        text += f"| {kind} | {len(own)} of {contexts} | {len(asked)} | {marked} | {shown} | {answer} |\n"
+    return text
+
+
+def report(folder: Path, files: dict[str, str], results: dict[str, tuple[list[dict], dict]]) -> str:
+    """The page."""
+    test = [json.loads(line)["context"] for line in Path(files["exclude"]).read_text().splitlines()]
+    sizes = ", ".join(f"{Path(path).name} {Path(path).stat().st_size / 1e3:.0f} kB" for path in files.values())
+    text = INTRO.format(sizes=sizes, **BOUNDS, **COUNTS)
+    for mixture, (rows, manifest) in results.items():
+        text += f"\n## The {mixture} mixture\n\n{printed(data_table(rows, manifest), left_out(manifest))}"
+    folders = [folder / mixture for mixture in results]
+    count, share = closest(folders, [world.Document(one, "", ()) for one in test])
+    text += OVERLAP.format(
+        tests=len(test), stories=world.STORIES, share=BuildConfig.overlap, contexts=count, closest=share
+    )  # fmt: skip
+    told = [source for _, manifest in results.values() for source in manifest["sources"].values()]
+    for mixture, (_, manifest) in results.items():
+        for source in manifest["sources"].values():
+            for one in source["refused"]:
+                text += (
+                    f"| {mixture} | {source['title']}, {one['document']} | {one['found in']} | {one['share']:.1%} |\n"
+                )
+    text += studied(folders, sum(source["contexts"] for source in told if source["attempts"] > source["contexts"]))
+    right = {
+        row["id"]: row["messages"][1]["content"]
+        for row in map(json.loads, Path(files["flan"]).read_text().splitlines())
+    }
+    answers = list(parquet_rows(folders[0] / "flan.parquet"))
+    same = sum(row["answer"].strip() == right[row["document"]] for row in answers)
+    return text + FLAN.format(all=len(answers), same=same)
+
+
+def main() -> None:
+    """Sources, both mixtures, the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    files = write_sources(folder / "sources", load_model("bundled")[1])
+    results = {mixture: made(folder / mixture, mixture, files) for mixture in ("paper", "permissive")}
+    kept = {mixture: {"rows": rows, "manifest": manifest} for mixture, (rows, manifest) in results.items()}
+    text = report(folder, files, results)
+    write_json(DOCS / "results" / "data-table.json", kept)
+    write_json(MIXTURE, {"mixture": "paper", "rows": kept["paper"]["rows"]})
+    with replacing(DOCS / "data-table.md") as path:
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

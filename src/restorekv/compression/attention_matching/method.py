@@ -1,0 +1,190 @@
+"""Attention Matching (Zweiger et al., arXiv:2602.16284): kept keys, a bias and fitted values for every head.
+
+The article is read once more, as the answer to "repeat it", on top of the full cache. The queries of that pass are
+the reference; `matching` chooses the keys they look at most and fits a bias to the attention mass and values to the
+attention outputs that they get from the whole article. Keys keep their RoPE, later positions continue at S + T.
+
+RestoreKV compares with "AM-fast" and does not define it. Here it is what the authors call AM-HighestAttnKeys-fast:
+repetition queries of the full cache ("repeat", not on-policy), RMS attention, two projected-gradient steps in the box
+[-3, 3], least squares without ridge, the whole context at once. Where this differs from the authors' conversation:
+
+- They close the user's turn after the article and ask in a second one. A context here leaves its turn open, since
+  questions follow in it, so the instruction does too: article, "\\n\\n", instruction, end of turn, assistant's opener,
+  article. All tokens after the article are reference queries, as theirs are.
+- With more reference queries than `queries`, one random subset (`seed`) serves all heads.
+- Matrix products are float32; the bias is stored in the model's dtype like theirs, but before the values are fitted.
+- Totals are exact: B = floor(r T L H) pairs, where they round each head.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv import spec
+from restorekv.cache.ragged import RaggedCache, RaggedLayer
+from restorekv.compression.allocate import GLOBAL
+from restorekv.compression.attention_matching.head_shares import UNIFORM, HeadShares, read_shares
+from restorekv.compression.attention_matching.matching import Targets, fit, observe
+from restorekv.compression.prepared import PLAIN, CompressionConfig, PreparedContext, Ratio, timed
+from restorekv.errors import AdapterError, RestoreKVError
+from restorekv.model import attention
+from restorekv.model.observer import LayerProbe, probing
+from restorekv.model.prefill import CHUNK, prefill
+from restorekv.model.prompt import Context, encode, make_context
+from restorekv.model.shape import CacheShape, decoder
+from restorekv.restore.adapter import RestoreAdapter
+
+INSTRUCTION = "Repeat the previous context verbatim."
+
+
+@dataclass(frozen=True)
+class AttentionMatching:
+    """The settings of the method, and the conventions of the cache that it makes.
+
+    `queries` caps the reference queries of a KV head; `steps` and `box` belong to the bias; `heads` is "uniform" or a
+    JSON file of head budgets. The chat prefix stays as it is, so only the prefix policy "free" is known.
+    """
+
+    name: ClassVar[str] = "am-fast"
+
+    queries: int = 50_000
+    steps: int = 2
+    box: float = 3.0
+    instruction: str = INSTRUCTION
+    heads: str = UNIFORM
+    seed: int = 0
+    conventions: CompressionConfig = PLAIN
+
+    def __post_init__(self) -> None:
+        if self.queries < 1 or self.steps < 0 or not 0 <= self.box <= 20:
+            raise RestoreKVError(
+                "am-fast takes queries >= 1, steps >= 0 and a box from 0 to 20, "
+                f"not {self.queries}, {self.steps} and {self.box}."
+            )
+        if "," in self.instruction + self.heads:
+            raise RestoreKVError("am-fast's instruction and file of head budgets must be written without commas.")
+        if self.conventions.prefix_policy != "free":
+            raise RestoreKVError("am-fast compresses the article alone; use the prefix policy free.")
+        if self.conventions.restore_from != "full":
+            raise RestoreKVError("am-fast has no restore pass; leave out restore_from.")
+        if self.conventions.allocation != GLOBAL:
+            raise RestoreKVError("am-fast divides the budget among heads itself; set heads=FILE, not an allocation.")
+        if self.heads != UNIFORM:
+            read_shares(self.heads)
+
+    @property
+    def spec(self) -> str:
+        """The shortest spec that makes this method."""
+        return spec.write(self.name, replace(self, conventions=PLAIN))
+
+    def identity(self, model: PreTrainedModel) -> str:
+        """For records."""
+        return self.spec
+
+    @torch.no_grad()
+    def prepare(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        context: str | Context,
+        progress: Callable[[str], None] | None = None,
+    ) -> Matched:
+        """Prefill, and one more pass for queries, masses and outputs; `progress` hears the name of each phase."""
+        tell = progress or (lambda phase: None)
+        attention.install(model)
+        shape = CacheShape.of(model)
+        conventions = replace(self.conventions, allocation=HeadShares.of(self.heads, shape.layers, shape.heads))
+        if isinstance(context, str):
+            context = make_context(tokenizer, context)
+        seconds: dict[str, float] = {}
+        tell("prefill")
+        with timed(seconds, "prefill"):
+            full = prefill(model, context.ids)
+        tell("score")
+        with timed(seconds, "score"):
+            article = context.ids[:, context.prefix :]
+            ids = torch.cat([encode(tokenizer, "\n\n" + self.instruction), context.suffix, article], -1)
+            chosen = subset(ids.shape[-1] * shape.groups, self.queries, self.seed)
+            columns = slice(context.prefix, context.positions)
+            seen = [
+                observe(query, layer.keys[0, :, columns], layer.values[0, :, columns], scale)
+                for (query, scale), layer in zip(reference(model, full, ids, chosen), full.layers, strict=True)
+            ]
+        targets, scores = zip(*seen, strict=True)
+        return Matched(
+            model, context, full, torch.stack(scores), conventions, seconds=seconds, targets=targets, method=self
+        )
+
+
+@dataclass(frozen=True)
+class Matched(PreparedContext):
+    """One context ready for every budget: `scores` are RMS attention, `targets` what each layer has to reproduce.
+
+    The targets hold n queries in the model's dtype and n outputs in float32 for every KV head.
+    """
+
+    targets: tuple[Targets, ...] = ()
+    method: AttentionMatching = AttentionMatching()
+
+    def with_restore_cache(self, adapter: RestoreAdapter) -> Matched:
+        """There is no restore cache to add."""
+        raise AdapterError("am-fast restores nothing; leave out the adapter.")
+
+    @torch.no_grad()
+    def at(self, ratio: Ratio, restored: bool = True, last: bool = False) -> RaggedCache:
+        """The kept keys of each head with bias and fitted values; a head that loses nothing stays as it is."""
+        cache = super().at(ratio, restored, last)
+        for layer, targets in zip(cache.layers, self.targets, strict=True):
+            self.match(layer, targets)
+        return cache
+
+    def match(self, layer: RaggedLayer, targets: Targets) -> None:
+        """Writes bias and values; a loop over heads, because least squares of different sizes do not batch."""
+        bias = layer.context_keys.new_zeros(len(layer.context_keys))
+        for head in range(layer.heads):
+            rows = slice(layer.bounds[head] + self.context.prefix, layer.bounds[head + 1])
+            if 0 < rows.stop - rows.start < self.context.tokens:
+                made = fit(targets, head, layer.context_keys[rows], self.method.steps, self.method.box)
+                bias[rows], layer.context_values[rows] = made
+        if not layer.context_values.isfinite().all():
+            raise RestoreKVError("The fitted values are too large for float16; load the model in bfloat16 or float32.")
+        layer.bias = bias if bias.any() else None
+
+
+def reference(model: PreTrainedModel, full: DynamicCache, ids: Tensor, chosen: Tensor) -> list[tuple[Tensor, float]]:
+    """Reads ids (1, Q) over `full`, which stays as it is -> each layer's queries (H, n, D) after RoPE, and its scale.
+
+    Queries are counted row by row, the G heads of a group within a row; `chosen` (n,) of these Q * G are kept.
+    """
+    reading = copy.copy(full)
+    reading.layers = [copy.copy(layer) for layer in full.layers]
+    found: list[list[Tensor]] = [[] for _ in full.layers]
+    scales = [0.0 for _ in full.layers]
+    chosen, read = chosen.to(model.device), 0
+
+    def see(probe: LayerProbe) -> None:
+        pool = probe.query.transpose(1, 2).flatten(1, 2)
+        here = chosen - read * probe.query.shape[1]
+        found[probe.layer].append(pool[:, here[(here >= 0) & (here < pool.shape[1])]])
+        scales[probe.layer] = probe.scale
+
+    with probing(model, see):
+        for piece in ids.to(model.device).split(CHUNK, dim=-1):
+            decoder(model)(input_ids=piece, past_key_values=reading, use_cache=True)
+            read += piece.shape[-1]
+    return [(torch.cat(pieces, 1), scale) for pieces, scale in zip(found, scales, strict=True)]
+
+
+def subset(count: int, most: int, seed: int) -> Tensor:
+    """Up to `most` of `count` numbers, ascending, the same on every device."""
+    if count <= most:
+        return torch.arange(count)
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:most].sort().values

@@ -1,0 +1,170 @@
+"""What `compress` returns: a small cache that answers questions, can be saved and tells what it holds."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv.cache.ragged import RaggedCache
+from restorekv.compression import context_file, generate
+from restorekv.compression.context_file import Manifest
+from restorekv.errors import CacheFileError, RestoreKVError, RestoreKVWarning
+from restorekv.model import attention
+from restorekv.model.load import model_fingerprint, rope_fingerprint
+from restorekv.model.prompt import Context, template_hash
+
+
+@dataclass(frozen=True, repr=False)
+class CompressedContext:
+    """`cache` never changes: every question gets a fork of it."""
+
+    model: PreTrainedModel
+    tokenizer: Tokenizer
+    context: Context
+    cache: RaggedCache
+    manifest: Manifest
+
+    def __post_init__(self) -> None:
+        attention.prepare(self.cache.layers)
+
+    def ask(
+        self,
+        question: str | Sequence[str],
+        max_new_tokens: int | Sequence[int] = 128,
+        stream: bool | generate.Stream = False,
+        answer_prefix: str = "",
+        graph: bool = False,
+    ) -> str | list[str]:
+        """One answer for one question, a list for a list; all questions of a list share the context in one batch.
+
+        stream=True prints the answer while it grows; a function gets the pieces instead. graph=True makes every step
+        the same work, which a GPU replays as a CUDA graph (steps.py).
+        """
+        questions = [question] if isinstance(question, str) else list(question)
+        shown = show if stream is True else (stream or None)
+        found = generate.ask(
+            self.model, self.tokenizer, self.context, self.cache, questions, max_new_tokens, shown, answer_prefix, graph
+        )
+        if stream is True:
+            show("\n")
+        return found[0] if isinstance(question, str) else found
+
+    def inputs(self, question: str, answer_prefix: str = "") -> dict[str, Tensor]:
+        """For model.generate(**compressed.inputs(question), past_key_values=compressed.cache.fork())."""
+        made = generate.generate_inputs(self.tokenizer, self.context, self.cache, question, answer_prefix)
+        return {name: tensor.to(self.model.device) for name, tensor in made.items()}
+
+    def plain_inputs(self, question: str, answer_prefix: str = "") -> dict[str, Tensor]:
+        """For model.generate(**c.plain_inputs(question), past_key_values=c.cache.to_dynamic_cache()).
+
+        A plain cache does not know how many tokens were seen: with `inputs` transformers would read most of the text
+        again. The answer is result[:, input_ids.shape[1]:].
+        """
+        made = generate.plain_inputs(self.tokenizer, self.context, self.cache, question, answer_prefix)
+        return {name: tensor.to(self.model.device) for name, tensor in made.items()}
+
+    def generate(self, question: str, answer_prefix: str = "", **options: Any) -> str:
+        """The answer by transformers' own `generate` with its options; greedy unless they say otherwise."""
+        inputs = self.inputs(question, answer_prefix)
+        stops = generate.stop_ids(self.model, self.tokenizer)
+        options = {"do_sample": False, "max_new_tokens": 128, "eos_token_id": sorted(stops), **options}
+        options.setdefault("pad_token_id", self.tokenizer.pad_token_id or 0)
+        rows = max(options.get("num_beams", 1), options.get("num_return_sequences", 1))
+        with torch.no_grad():
+            result = self.model.generate(**inputs, past_key_values=self.cache.fork(rows), **options)
+        return generate.answer_text(self.tokenizer, result[0, inputs["input_ids"].shape[1] :].tolist(), stops)
+
+    def save(self, path: str | Path) -> None:
+        """One safetensors file; the previous one stays if anything goes wrong."""
+        context_file.write(path, self.cache, self.context, self.manifest)
+
+    @classmethod
+    def load(cls, path: str | Path, model: PreTrainedModel, tokenizer: Tokenizer) -> CompressedContext:
+        """Refuses a damaged file and a model that is not the one the cache was made with."""
+        cache, context, manifest = context_file.read(path, model.device)
+        check(path, manifest, model, tokenizer)
+        attention.install(model)
+        return cls(model, tokenizer, context, cache, manifest)
+
+    def __repr__(self) -> str:
+        m = self.manifest
+        what = m.evictor + (f" + {m.restore_tokens} restore tokens" if m.restore_tokens else "")
+        full = (m.tokens + m.prefix) * m.shape["layers"] * m.shape["heads"]
+        phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in m.seconds.items())
+        return (
+            f"CompressedContext({what}, r = {float(Fraction(m.ratio)):g}, prefix {m.prefix_policy})\n"
+            f"  tokens   T = {m.tokens:,}, chat prefix S = {m.prefix:,}\n"
+            f"  pairs    {m.pairs:,} budgeted, {m.pairs_held:,} held of {full:,}\n"
+            f"  bytes    {size(m.bytes_held)} held of {size(m.bytes_full)}\n"
+            f"  seconds  {phases}"
+        )
+
+
+def ask_many(
+    asked: Iterable[tuple[CompressedContext, str | Sequence[str]]], max_new_tokens: int = 128, answer_prefix: str = ""
+) -> list[str | list[str]]:
+    """Answers to the questions of several compressed contexts, written in one batch: one answer for one question, a
+    list for a list, as `ask` gives them alone.
+
+    The contexts may differ in all but the model and its chat template; one may come up more than once.
+    """
+    asked = [(each, [given] if isinstance(given, str) else list(given), given) for each, given in asked]
+    rows = [(each.context, each.cache, question) for each, questions, _ in asked for question in questions]
+    if not rows:
+        return [[] for _ in asked]
+    first = asked[0][0]
+    for each, _, _ in asked:
+        agree(first, each)
+    found = iter(generate.ask_each(first.model, first.tokenizer, rows, max_new_tokens, None, answer_prefix))
+    answers = [[next(found) for _ in questions] for _, questions, _ in asked]
+    return [own[0] if isinstance(given, str) else own for own, (_, _, given) in zip(answers, asked, strict=True)]
+
+
+def agree(one: CompressedContext, other: CompressedContext) -> None:
+    """One pass of one model must serve both."""
+    if one.model is not other.model:
+        raise RestoreKVError("A batch has one model; load the cache files with the same model object.")
+    if template_hash(one.tokenizer) != template_hash(other.tokenizer):
+        raise RestoreKVError("A batch has one chat template; load the cache files with the same tokenizer.")
+
+
+def check(path: str | Path, manifest: Manifest, model: PreTrainedModel, tokenizer: Tokenizer) -> None:
+    """The weights and the rotation of the keys must be those the cache was computed with."""
+    if manifest.rope != rope_fingerprint(model.config):
+        raise CacheFileError(
+            f"{path} was made with RoPE {manifest.rope}, the model has {rope_fingerprint(model.config)}; "
+            "load the model with the same RoPE configuration."
+        )
+    if manifest.fingerprint != model_fingerprint(model):
+        raise CacheFileError(f"{path} was made with another model ({manifest.model}); load that one.")
+    if manifest.dtype != str(model.dtype).removeprefix("torch."):
+        raise CacheFileError(f"{path} holds {manifest.dtype}; load the model with dtype={manifest.dtype!r}.")
+    if manifest.template != template_hash(tokenizer):
+        warnings.warn(
+            f"{path} was made with another chat template; answers may suffer.", RestoreKVWarning, stacklevel=3
+        )
+
+
+def show(piece: str) -> None:
+    """To the terminal, at once."""
+    sys.stdout.write(piece)
+    sys.stdout.flush()
+
+
+def size(count: float) -> str:
+    """1536 -> '1.5 KB'."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1024 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError

@@ -1,0 +1,102 @@
+"""Where the restore tokens look: attention of the restore pass (Eqs. 4-6), before anything is dropped.
+
+The weight of a restore token in one query head falls on five parts, whose masses add up to 1: context pairs beyond
+the sinks that the restored cache keeps (`kept`) and drops (`evicted`), `sinks` (the chat prefix, and the first 4
+columns where it is shorter), earlier tokens of the pass (`restore`) and the token `itself`. A pass that reads the
+evicted cache (restore_from="evicted") has nothing evicted to look at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from restorekv.cache.ragged import RaggedLayer
+from restorekv.evaluation.analysis.case import BINS, RESTORED, Case
+from restorekv.evaluation.analysis.pool import Pool, plain
+from restorekv.evaluation.analysis.watch import watching
+from restorekv.evaluation.analysis.words import pieces
+
+PARTS = ("kept", "evicted", "sinks", "restore", "itself")
+EXAMPLES, TOP = 3, 8  # documents whose tokens are shown, tokens shown of each
+DEFINITIONS = {
+    "kept": "context pairs beyond the sinks that the restored cache keeps",
+    "evicted": "context pairs beyond the sinks that it drops",
+    "sinks": "the chat prefix, and the first 4 columns where it is shorter",
+    "restore": "earlier restore tokens",
+    "itself": "the restore token's own pair",
+    "kept_share": "kept / (kept + evicted); blind: the share of context pairs beyond the sinks that is kept",
+    "histogram": "share of a token's attention to the context beyond the sinks, by twentieth of the context",
+    "entropy": "in nats, of the attention over the context beyond the sinks, normalised over it; mean over query heads",
+    "weight": "share of a token's attention to the context beyond the sinks, all layers and heads together",
+}
+
+
+@torch.no_grad()
+def measure(case: Case) -> dict:
+    """masses (5, L, n), histogram (n, BINS), entropy (L, n) with its uniform value, pairs [kept, all], examples."""
+    adapter, cache, prefix, sinks = case.adapter, case.read_by_restore(), case.prepared.context.prefix, case.sinks
+    layers, n = len(cache.layers), adapter.restore_tokens
+    keep = case.kept[RESTORED]  # (L, H, S + T)
+    masses, entropy = torch.zeros(len(PARTS), layers, n).double(), torch.zeros(layers, n).double()
+    total = torch.zeros(n, keep.shape[-1], dtype=torch.float64)
+
+    def see(index: int, layer: RaggedLayer, weights: Iterator[Tensor]) -> None:
+        columns = layer.positions.cpu().long().split(layer.offsets.diff().tolist())
+        for head, (own, places) in enumerate(zip(weights, columns, strict=True)):
+            context, tail = own[..., : len(places)], own[..., len(places) :]  # (G, n, N), (G, n, n)
+            inside, stays, itself = places >= sinks, keep[index, head, places], tail.diagonal(dim1=-2, dim2=-1)
+            parts = [context[..., mask].sum(-1) for mask in (inside & stays, inside & ~stays, ~inside)]
+            masses[:, index] += torch.stack([*parts, tail.sum(-1) - itself, itself]).mean(1) / layer.heads
+            entropy[index] += entropy_of(context[..., inside]).mean(0) / layer.heads
+            total.index_add_(1, places[inside], context[..., inside].mean(0))
+
+    with watching(layers, see):
+        adapter.append(cache)
+    total = (total / total.sum(-1, keepdim=True).clamp_min(torch.finfo(total.dtype).tiny))[:, prefix:]
+    histogram = torch.zeros(n, BINS, dtype=torch.float64).index_add_(1, case.bins, total)
+    found = {
+        "masses": masses.tolist(),
+        "histogram": histogram.tolist(),
+        "entropy": entropy.tolist(),
+        "uniform": float(np.log(max(keep.shape[-1] - sinks, 1))),
+        "pairs": [int(keep[..., sinks:].sum()), keep[..., sinks:].numel()],
+    }
+    return found | ({"document": case.sample.id, "tokens": shown(case, total)} if case.index < EXAMPLES else {})
+
+
+def entropy_of(weights: Tensor) -> Tensor:
+    """(..., K) -> (...), once normalised; 0 where there is nothing to look at."""
+    shares = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+    return -torch.special.xlogy(shares, shares).sum(-1)
+
+
+def shown(case: Case, total: Tensor) -> list[list[dict]]:
+    """The TOP context tokens of each restore token; total (n, T)."""
+    context = case.prepared.context
+    texts = pieces(case.tokenizer, context.ids[0, context.prefix :].tolist())
+    weights, places = total.topk(min(TOP, total.shape[-1]))
+    return [
+        [{"text": texts[place], "position": place, "weight": plain(weight)} for weight, place in zip(*row, strict=True)]
+        for row in zip(weights.tolist(), places.tolist(), strict=True)
+    ]
+
+
+def pooled(pool: Pool) -> dict:
+    """Every document weighs the same."""
+    masses, pairs = pool.mean("masses"), pool.mean("pairs")
+    kept, evicted = masses[0].mean(), masses[1].mean()
+    return {
+        "average": dict(zip(PARTS, plain(masses.mean((1, 2))), strict=True)),
+        **dict(zip(PARTS, plain(masses), strict=True)),
+        "kept_share": {"seen": plain(kept / (kept + evicted)), "blind": plain(pairs[0] / pairs[1])},
+        "histogram": plain(pool.mean("histogram")),
+        "entropy": plain(pool.mean("entropy")),
+        "entropy_uniform": plain(pool.mean("uniform")),
+        "examples": [
+            {"document": each["document"], "tokens": each["tokens"]} for each in pool.documents if "tokens" in each
+        ],
+    }

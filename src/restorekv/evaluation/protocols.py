@@ -1,0 +1,185 @@
+"""How a benchmark is put to a model: what surrounds context and question, what the budget counts, when answers end.
+
+kvpress    the model's chat template; context and template prefix compete for the budget (four columns pinned);
+           question, template suffix and answer prefix are one string; the first id of an answer ends nothing; RoPE as
+           configured (NVIDIA/kvpress 0.5.5, pipeline.py)
+kvzip      the project's own templates with a task line, kept beside the budget; pieces are tokenised one by one and
+           questions begin "Q: "; the last id of an answer is dropped, whatever it is; chunks of 2,000 tokens, every
+           prefix column a sink, a space behind the prompt of later chunks; YaRN for Qwen3
+           (snu-mllab/KVzip 5d84729: data/wrapper.py, model/{load,template,wrapper}.py)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv.compression.budget import PrefixPolicy
+from restorekv.compression.compressor import Eviction
+from restorekv.errors import RestoreKVError
+from restorekv.evictors.kvzip import KVzip
+from restorekv.model.prompt import Context, around, encode, make_context, question_ids
+from restorekv.tasks import Question
+
+NO_LIMIT = 10**9  # tokenizers that know no limit name one far above this
+TASK_LINE = "Given the context, answer to the following question or request without explanation.\n\n"
+SYSTEM = "You are a helpful assistant"
+THINKING = "<think>\n\n</think>\n\n"
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@dataclass(frozen=True)
+class Protocol(ABC):
+    """One project's way; `stops` says in words how an answer ends."""
+
+    name: ClassVar[str]
+    prefix_policy: ClassVar[PrefixPolicy]
+    first_may_stop: ClassVar[bool]
+    stops: ClassVar[str]
+
+    def rope(self, model: str) -> Mapping[str, object] | None:
+        """What is changed of the model's RoPE on loading, by the model's name."""
+        return None
+
+    def adapted(self, method: object, prefix: int) -> object:
+        """The method with this protocol's settings, where the spec left them as they were; `prefix` is S."""
+        return method
+
+    @abstractmethod
+    def surroundings(self, model: str, tokenizer: Tokenizer) -> tuple[str, str]:
+        """The text before the context and the text after a question."""
+
+    @abstractmethod
+    def whole_context(self, model: str, tokenizer: Tokenizer, text: str) -> Context:
+        """The context with its prefix and suffix, however long."""
+
+    @abstractmethod
+    def prompt(self, tokenizer: Tokenizer, context: Context, question: Question) -> Tensor:
+        """ids (1, q) that follow the context and end where the answer begins."""
+
+    def ended(self, ids: list[int]) -> list[int]:
+        """Of an answer's ids, those that are its text."""
+        return ids
+
+    def context(self, model: str, tokenizer: Tokenizer, text: str, most: int = 0) -> tuple[Context, int]:
+        """The context and how many ids were cut off its end, to leave `most` with the prefix (0: the tokenizer's)."""
+        whole = self.whole_context(model, tokenizer, text)
+        limit = most or tokenizer.model_max_length
+        if limit >= min(whole.positions, NO_LIMIT):
+            return whole, 0
+        if limit <= whole.prefix:
+            raise RestoreKVError(f"A context of {limit} ids has no room beside the {whole.prefix} of the template.")
+        return replace(whole, ids=whole.ids[:, :limit]), whole.positions - limit
+
+    def described(self, model: str, tokenizer: Tokenizer) -> dict[str, object]:
+        """For results."""
+        before, after = self.surroundings(model, tokenizer)
+        changed = self.rope(model)
+        return {
+            "name": self.name, "before": before, "after": after, "stops": self.stops,
+            "rope": dict(changed) if changed else "the model's own", "cut": "the end of contexts that are too long",
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class KVPress(Protocol):
+    """Context and template are tokenised together, as are question, suffix and answer prefix."""
+
+    name: ClassVar[str] = "kvpress"
+    prefix_policy: ClassVar[PrefixPolicy] = "counted"
+    first_may_stop: ClassVar[bool] = False
+    stops: ClassVar[str] = "at an EOS id from the second id on, or at the limit"
+
+    def surroundings(self, model: str, tokenizer: Tokenizer) -> tuple[str, str]:
+        return around(tokenizer)
+
+    def whole_context(self, model: str, tokenizer: Tokenizer, text: str) -> Context:
+        return make_context(tokenizer, text)
+
+    def prompt(self, tokenizer: Tokenizer, context: Context, question: Question) -> Tensor:
+        return question_ids(tokenizer, context, question.text, question.answer_prefix, empty=True)
+
+
+@dataclass(frozen=True)
+class KVzipOwn(Protocol):
+    """Families are told by the model's name; a model of none of them is asked through its own template.
+
+    An answer prefix, which KVzip's benchmarks do not have, follows the suffix as a piece of its own. Questions whose
+    facts say `bare` get no "Q: " (the lettered ones of RestoreKV's evaluation).
+    """
+
+    name: ClassVar[str] = "kvzip"
+    prefix_policy: ClassVar[PrefixPolicy] = "free"
+    first_may_stop: ClassVar[bool] = True
+    stops: ClassVar[str] = "at an EOS id or at the limit; the last id is dropped"
+
+    def rope(self, model: str) -> Mapping[str, object] | None:
+        return YARN if family(model) == "qwen3" else None
+
+    def adapted(self, method: object, prefix: int) -> object:
+        """KVzip and its kin repeat 2,000 tokens at a time and take every prefix column for a sink."""
+        if not isinstance(method, Eviction) or not isinstance(method.evictor, KVzip):
+            return method
+        own = {"chunk": 2000, "sinks": prefix, "space": True}
+        return replace(method, evictor=where_default(method.evictor, own))
+
+    def surroundings(self, model: str, tokenizer: Tokenizer) -> tuple[str, str]:
+        kind = family(model)
+        if kind == "llama":
+            before = f"<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n{SYSTEM}<|eot_id|>"
+            before += "<|start_header_id|>user<|end_header_id|>\n\n"
+            return before + TASK_LINE, "\n\n<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+        if kind:
+            before = f"<|im_start|>system\n{SYSTEM}.<|im_end|>\n<|im_start|>user\n"
+            after = "<|im_end|>\n<|im_start|>assistant\n" + (THINKING if kind == "qwen3" else "")
+            return before + TASK_LINE, after
+        return around(tokenizer)
+
+    def whole_context(self, model: str, tokenizer: Tokenizer, text: str) -> Context:
+        before, after = self.surroundings(model, tokenizer)
+        prefix, article, suffix = (encode(tokenizer, piece) for piece in (before, text, after))
+        if not article.shape[-1]:
+            raise RestoreKVError("The context is empty; give a text with at least one word.")
+        return Context(torch.cat([prefix, article], -1), prefix.shape[-1], suffix, after)
+
+    def prompt(self, tokenizer: Tokenizer, context: Context, question: Question) -> Tensor:
+        text = question.text if question.facts.get("bare") else f"Q: {question.text}"
+        asked = encode(tokenizer, "\n\n" + text.strip())
+        return torch.cat([asked, context.suffix, encode(tokenizer, question.answer_prefix)], -1)
+
+    def ended(self, ids: list[int]) -> list[int]:
+        return ids[:-1]
+
+
+PROTOCOLS: dict[str, Protocol] = {"kvpress": KVPress(), "kvzip": KVzipOwn()}
+
+
+def make(name: str) -> Protocol:
+    """By name."""
+    if name not in PROTOCOLS:
+        raise RestoreKVError(f"There is no protocol {name!r}; use {' or '.join(PROTOCOLS)}.")
+    return PROTOCOLS[name]
+
+
+def family(model: str) -> str:
+    """Whose template KVzip's code takes, by the last part of the name: llama, qwen3, qwen or none of them."""
+    name = model.rstrip("/").rsplit("/", 1)[-1].lower()
+    if "llama" in name:
+        return "llama"
+    return "qwen3" if "qwen3-" in name else "qwen" * name.startswith("qwen")
+
+
+def where_default(evictor: KVzip, own: Mapping[str, object]) -> KVzip:
+    """The evictor with those settings of `own` that it has and that its spec left as they were."""
+    changed = {
+        field.name: own[field.name]
+        for field in fields(evictor)
+        if field.name in own and getattr(evictor, field.name) == field.default
+    }
+    return replace(evictor, **changed)

@@ -1,0 +1,46 @@
+"""One page of tables and charts from what a run left on disk, and the blocks that such pages are made of."""
+
+from restorekv.evaluation.report.blocks import (
+    Cell,
+    Chart,
+    Details,
+    Mark,
+    Panel,
+    Points,
+    Row,
+    Section,
+    Table,
+    at,
+    chart,
+    gain,
+    number,
+    percent,
+    running,
+    score,
+    table,
+    verdict,
+)
+from restorekv.evaluation.report.folder import page, write
+
+__all__ = [
+    "Cell",
+    "Chart",
+    "Details",
+    "Mark",
+    "Panel",
+    "Points",
+    "Row",
+    "Section",
+    "Table",
+    "at",
+    "chart",
+    "gain",
+    "number",
+    "page",
+    "percent",
+    "running",
+    "score",
+    "table",
+    "verdict",
+    "write",
+]

@@ -1,0 +1,223 @@
+"""A job opened in a process: its model, contexts and adapters, and the answers of its cells."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv import tasks
+from restorekv.cache.ragged import RaggedCache
+from restorekv.compression.compressor import Eviction, load_adapter, method
+from restorekv.compression.generate import answer_ids, answer_text, stop_ids
+from restorekv.compression.prepared import PLAIN, CompressionConfig, PreparedContext, timed
+from restorekv.compression.streaming import Streaming
+from restorekv.errors import RestoreKVError
+from restorekv.evaluation import protocols
+from restorekv.evaluation.cell import FULL, Cell
+from restorekv.evaluation.fidelity import FullAnswers
+from restorekv.evaluation.job import Job
+from restorekv.model import attention
+from restorekv.model.load import load_model
+from restorekv.model.prefill import prefill
+from restorekv.model.prompt import Context
+from restorekv.model.shape import CacheShape
+from restorekv.restore.adapter import RestoreAdapter
+from restorekv.tasks import Sample
+
+Seconds = dict[str, float]
+Line = tuple[Cell, dict, Seconds]  # a cell, its answers to one context, and what they took
+View = tuple[
+    PreparedContext | Streaming, list[Cell], Seconds
+]  # what makes caches, whose, what it took for the first of them
+
+
+class Worker:
+    """Raises RestoreKVError for what cannot be opened, before anything is asked."""
+
+    def __init__(self, job: Job, device: str = "cpu") -> None:
+        first = job.first
+        self.job, self.protocol, self.benchmark = job, protocols.make(first.protocol), tasks.make(first.benchmark)
+        self.model, self.tokenizer = opened_model(first.model, first.dtype, device, first.protocol)
+        attention.install(self.model)
+        self.adapters = {cell: self.load(cell) for cell in job.cells}
+        fixed = {self.conventions(cell) for cell in job.cells if not self.plain(cell)}
+        if len(fixed) > 1:
+            raise RestoreKVError(f"{first.evictor} builds its cache by its conventions; evaluate one set of them.")
+
+    @cached_property
+    def samples(self) -> list[Sample]:
+        """In the benchmark's order."""
+        return self.benchmark.chosen(self.tokenizer, self.protocol.name)
+
+    @cached_property
+    def by_id(self) -> dict[str, Sample]:
+        return {sample.id: sample for sample in self.samples}
+
+    def conventions(self, cell: Cell) -> CompressionConfig:
+        return PLAIN if cell.evictor == FULL else cell.conventions(self.protocol.prefix_policy)
+
+    def load(self, cell: Cell) -> RestoreAdapter | None:
+        """A cell's adapter, checked against the evictor as the cell names it."""
+        if cell.evictor == FULL:
+            return None
+        base = method(cell.evictor, self.conventions(cell))
+        if cell.adapter is None:
+            return None
+        found = load_adapter(self.model, cell.adapter, base, cell.restore_tokens)
+        if found is None:
+            raise RestoreKVError(f"No adapter for {cell.evictor} ships for {cell.model}; name one or ask it alone.")
+        return found
+
+    def answers(self, name: str, cells: Sequence[Cell]) -> Iterator[Line]:
+        """A sample's questions asked of every cell in turn; what is expensive is done once, and only if needed."""
+        sample, first = self.by_id[name], self.job.first
+        context, cut = self.protocol.context(first.model, self.tokenizer, sample.context, first.max_context)
+        full: FullAnswers | None = None
+        reading: Seconds = {}
+        for view, members, borne in self.views(context, cells):
+            full = full or self.full_answers(context, view, sample, reading)
+            for cell, cache, seconds in self.caches(view, members, borne):
+                if cell.evictor == FULL:
+                    told = self.told(sample, full, full.answers, [0.0] * len(full.answers))
+                    seconds["ask"] = reading["ask"]
+                else:
+                    with timed(seconds, "ask"):
+                        ids = self.ask(cache, full.prompts, sample)
+                    with timed(seconds, "fidelity"):
+                        told = self.told(sample, full, ids, full.divergences(self.model, cache))
+                held = {
+                    "sample": sample.id, "context": digest(sample.context), "cut": cut,
+                    "tokens": context.tokens, "prefix": context.prefix,
+                    "restore_tokens": cache.restore, "pairs": view.conventions.counted_pairs(cache, context),
+                    "pairs_with_prefix": cache.pairs, "bytes": cache.nbytes,
+                }  # fmt: skip
+                yield cell, {**held, "answers": told}, seconds
+
+    def treatment(self, cell: Cell) -> tuple:
+        """Cells that agree in this differ in ratio and storage alone."""
+        return (cell.evictor == FULL, cell.adapter, cell.restore_tokens, self.conventions(cell))
+
+    @torch.no_grad()
+    def caches(
+        self, view: PreparedContext | Streaming, members: Sequence[Cell], borne: Seconds
+    ) -> Iterator[tuple[Cell, RaggedCache, Seconds]]:
+        """Every cell's, and what it took; one for each ratio, of which every storage is a copy."""
+        by_ratio: dict[str, list[Cell]] = {}
+        for cell in members:
+            by_ratio.setdefault(cell.ratio, []).append(cell)
+        for ratio, group in by_ratio.items():
+            seconds: Seconds = {}
+            with timed(seconds, "evict"):
+                made = view.at(ratio, restored=group[0].restored)
+            seconds = borne | (view.seconds if isinstance(view, Streaming) else seconds)
+            for cell in group:
+                cache = made
+                if cell.storage != "model":
+                    with timed(seconds, "evict"):
+                        cache = made.fork()
+                        cache.store(cell.storage)
+                yield cell, cache, seconds
+                seconds = {}
+            borne = {}
+
+    def prepare(self, context: Context, only_full: bool) -> PreparedContext:
+        """Prefill and, unless only the full cache is asked, scores."""
+        first = self.job.first
+        if not only_full:
+            made = self.protocol.adapted(method(first.evictor, self.conventions(first)), context.prefix)
+            return made.prepare(self.model, self.tokenizer, context)
+        seconds: Seconds = {}
+        with timed(seconds, "prefill"):
+            full = prefill(self.model, context.ids)
+        return PreparedContext(self.model, context, full, self.unscored(context), PLAIN, 0, seconds)
+
+    def unscored(self, context: Context) -> Tensor:
+        """Returns scores (L, H, T) for a cache that keeps every pair."""
+        shape = CacheShape.of(self.model)
+        return torch.zeros(shape.layers, shape.heads, context.tokens, device=self.model.device)
+
+    @torch.no_grad()
+    def views(self, context: Context, cells: Sequence[Cell]) -> Iterator[View]:
+        """The preparation under each treatment; one restore pass for each adapter and convention."""
+        groups: dict[tuple, list[Cell]] = {}
+        for cell in cells:
+            groups.setdefault(self.treatment(cell), []).append(cell)
+        if self.job.first.streaming:
+            yield from ((self.streaming(context, members[0]), members, {}) for members in groups.values())
+            return
+        prepared = self.prepare(context, only_full=all(cell.evictor == FULL for cell in cells))
+        borne = dict(prepared.seconds)
+        for members in groups.values():
+            first, adapter = members[0], self.adapters[members[0]]
+            view = replace(prepared, conventions=self.conventions(first)) if self.plain(first) else prepared
+            view = view.with_restore_cache(adapter) if adapter else view
+            borne |= {phase: took for phase, took in view.seconds.items() if phase not in prepared.seconds}
+            yield view, members, borne
+            borne = {}
+
+    def streaming(self, context: Context, cell: Cell) -> Streaming:
+        """A pass over the context for each of its ratios."""
+        conventions = self.conventions(cell)
+        made = self.protocol.adapted(method(cell.evictor, conventions), context.prefix)
+        adapter = self.adapters[cell]
+        return Streaming(self.model, self.tokenizer, context, made.evictor, conventions, cell.streaming, adapter)
+
+    def plain(self, cell: Cell) -> bool:
+        """Whether the conventions may be chosen after scoring: not where a method builds its cache by them."""
+        return cell.evictor == FULL or isinstance(method(cell.evictor, self.conventions(cell)), Eviction)
+
+    def full_answers(
+        self, context: Context, view: PreparedContext | Streaming, sample: Sample, seconds: Seconds
+    ) -> FullAnswers:
+        """What the full cache answers to the sample's questions; a streamed context is read whole for it."""
+        full = prefill(self.model, context.ids) if isinstance(view, Streaming) else view.full
+        cache = PreparedContext(self.model, context, full, self.unscored(context)).at(1)
+        prompts = [self.protocol.prompt(self.tokenizer, context, question)[0] for question in sample.questions]
+        with timed(seconds, "ask"):
+            ids = self.ask(cache, prompts, sample)
+        with timed(seconds, "fidelity"):
+            return FullAnswers.read(self.model, cache, prompts, ids)
+
+    def ask(self, cache: RaggedCache, prompts: Sequence[Tensor], sample: Sample) -> list[Tensor]:
+        """Returns the ids of every question's answer, written in batches."""
+        limits = [question.max_new_tokens for question in sample.questions]
+        may = self.protocol.first_may_stop
+        return answer_ids(self.model, self.tokenizer, cache, prompts, limits, first_may_stop=may)
+
+    def told(
+        self, sample: Sample, full: FullAnswers, answers: Sequence[Tensor], divergences: Sequence[float]
+    ) -> list[dict]:
+        """Returns every question's answer with its scores and its fidelity to the full cache's answer."""
+        lines, figures = [], zip(answers, full.answers, divergences, strict=True)
+        for question, (ids, whole, kl) in zip(sample.questions, figures, strict=True):
+            text = self.text(ids)
+            answer = {"id": question.id, "task": question.task, "question": question.text}
+            answer |= {"answer_prefix": question.answer_prefix, "max_new_tokens": question.max_new_tokens}
+            answer |= {"references": list(question.answers), "prediction": text}
+            answer |= {"score": self.benchmark.score(question, text)}
+            if metrics := self.benchmark.metrics(question, text):
+                answer |= {"metrics": metrics}
+            lines.append({**answer, "kl": kl, "answer_tokens": len(whole), "same": text == self.text(whole)})
+        return lines
+
+    def text(self, ids: Tensor) -> str:
+        """Returns an answer's words, as the protocol ends it."""
+        return answer_text(self.tokenizer, self.protocol.ended(ids.tolist()), stop_ids(self.model, self.tokenizer))
+
+
+def digest(text: str) -> str:
+    """12 hex digits, which tell contexts of one name apart."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+@lru_cache(maxsize=1)
+def opened_model(name: str, dtype: str, device: str, protocol: str) -> tuple[PreTrainedModel, Tokenizer]:
+    """The model as the protocol rotates it; the last one used stays."""
+    return load_model(name, dtype, device, protocols.make(protocol).rope(name))

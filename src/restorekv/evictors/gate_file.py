@@ -1,0 +1,215 @@
+"""A gate on disk: a small network per layer that predicts an evictor's scores from what the attention module reads.
+
+One safetensors file. Tensors are called layers.<l>.<parameter>, parameters as in the published gates (R, s and m are
+the gate's own sizes):
+
+fastkvzip     q_proj.weight (H*G*R, d)  q_proj.bias (H*G*R)  k_proj.weight (H*R, d)  q_norm.weight (R)
+              k_norm.weight (R)  k_base (H, 1, s, R)  b (H, 1, G)
+kvzap-linear  weight (H, d)  bias (H)
+kvzap-mlp     0.weight (m, d)  0.bias (m)  2.weight (H, m)  2.bias (H)
+
+The header holds the card and a SHA-256 over the card and every tensor.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from restorekv.errors import GateError
+from restorekv.files import replacing
+from restorekv.model import base_weights
+from restorekv.model.load import SHIPPING, model_fingerprint, model_name, rope_fingerprint, shipped_path
+from restorekv.model.shape import CacheShape
+
+FORMAT, VERSION = "restorekv-gate", "1"
+TARGETS = {"fastkvzip": "kvzip", "kvzap-linear": "kvzip+", "kvzap-mlp": "kvzip+"}  # whose scores each kind predicts
+KINDS = tuple(TARGETS)
+MAKE = "make one with restorekv train-gate, or restorekv convert-gate for a published one"
+Layer = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class GateCard:
+    """What a gate was made for: `target` is the evictor whose scores it predicts; the rest of how is for people."""
+
+    kind: str
+    model: str
+    fingerprint: str
+    rope: dict[str, object]
+    target: str
+    settings: dict[str, object] = field(default_factory=dict)
+    figures: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, object] | None = None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, kind: str, target: str, **described: dict) -> "GateCard":
+        """For a gate of `model`."""
+        name, fingerprint, weights = model_name(model), model_fingerprint(model), base_weights.describe(model)
+        return cls(kind, name, fingerprint, rope_fingerprint(model.config), target, weights=weights, **described)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One mapping of parameters a layer, the card, and, once read from a file, 16 hex digits of the parameters."""
+
+    layers: Sequence[Layer]
+    card: GateCard
+    digest: str = ""
+
+
+def write(path: Path, gate: Gate) -> None:
+    """The whole file or none; refuses numbers that are not finite."""
+    tensors = {
+        f"layers.{index}.{name}": tensor.detach().cpu().contiguous()
+        for index, layer in enumerate(gate.layers)
+        for name, tensor in layer.items()
+    }
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise GateError(f"The gate's {name} has numbers that are not finite; train it again with a lower lr.")
+    card = json.dumps(asdict(gate.card), sort_keys=True)
+    header = {"format": FORMAT, "version": VERSION, "card": card, "sha256": digest(tensors, card)}
+    with replacing(path) as temporary:
+        temporary.write_bytes(safetensors.torch.save(tensors, header))
+
+
+def read(path: Path) -> Gate:
+    """Refuses whatever is not exactly what `write` wrote."""
+    header = read_header(path)
+    try:
+        tensors = safetensors.torch.load_file(path)
+        whole = digest(tensors, header["card"]) == header["sha256"]
+        card = GateCard(**json.loads(header["card"])) if whole else None
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+        card = None
+    if card is None:
+        raise GateError(f"The gate {path} is damaged; {MAKE}.")
+    return Gate(split(tensors), card, digest(tensors, "")[:16])
+
+
+def read_header(path: Path) -> dict[str, str]:
+    """The header of a gate file of this version."""
+    if not path.is_file():
+        raise GateError(f"There is no gate file {path}; {MAKE}.")
+    try:
+        with safe_open(path, "pt") as file:
+            header = file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise GateError(f"The gate {path} is damaged or no safetensors file; {MAKE}.") from error
+    if header.get("format") != FORMAT:
+        raise GateError(f"{path} is a safetensors file but not a gate of restorekv; {MAKE}.")
+    if header.get("version") != VERSION:
+        raise GateError(f"The gate {path} has format version {header.get('version')}, this restorekv reads {VERSION}.")
+    return header
+
+
+def digest(tensors: Mapping[str, Tensor], card: str) -> str:
+    """SHA-256 over the card and every tensor's name, dtype, shape and bytes."""
+    found = hashlib.sha256(card.encode())
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"\0{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def split(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """From names as in the file to one mapping a layer; other names are dropped, for `check_shapes` to miss."""
+    layers: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        head, _, rest = name.partition(".")
+        number, _, parameter = rest.partition(".")
+        if head == "layers" and number.isdecimal():
+            layers.setdefault(int(number), {})[parameter] = tensor
+    return [layers.get(index, {}) for index in range(max(layers, default=-1) + 1)]
+
+
+def shapes(kind: str, shape: CacheShape, layer: Layer) -> dict[str, tuple[int, ...]]:
+    """What a layer of this kind must hold; raises KeyError or IndexError where its own sizes cannot be told."""
+    heads, groups, hidden = shape.heads, shape.groups, shape.hidden
+    if kind == "kvzap-linear":
+        return {"weight": (heads, hidden), "bias": (heads,)}
+    if kind == "kvzap-mlp":
+        width = layer["0.weight"].shape[0]
+        return {"0.weight": (width, hidden), "0.bias": (width,), "2.weight": (heads, width), "2.bias": (heads,)}
+    rank, sinks = layer["q_norm.weight"].shape[0], layer["k_base"].shape[2]
+    return {
+        "q_proj.weight": (heads * groups * rank, hidden), "q_proj.bias": (heads * groups * rank,),
+        "k_proj.weight": (heads * rank, hidden), "q_norm.weight": (rank,), "k_norm.weight": (rank,),
+        "k_base": (heads, 1, sinks, rank), "b": (heads, 1, groups),
+    }  # fmt: skip
+
+
+def check_shapes(name: object, kind: str, layers: Sequence[Layer], shape: CacheShape) -> None:
+    """Every layer of the model has a gate of its shape."""
+    if len(layers) != shape.layers:
+        raise GateError(f"The gate {name} has {len(layers)} layers, the model {shape.layers}; {MAKE}.")
+    for index, layer in enumerate(layers):
+        found = {parameter: tuple(tensor.shape) for parameter, tensor in layer.items()}
+        try:
+            fits = found == shapes(kind, shape, layer) and all(map(all, found.values()))
+        except (KeyError, IndexError):
+            fits = False
+        if not fits:
+            raise GateError(f"Layer {index} of the gate {name} is no {kind} gate of this model's shape; {MAKE}.")
+
+
+def check(name: object, gate: Gate, model: PreTrainedModel, kinds: Sequence[str]) -> None:
+    """The gate is of a kind the evictor reads and was made for this model; warns if for other weights of it."""
+    card = gate.card
+    own = GateCard.of(model, card.kind, card.target)
+    if card.kind not in kinds:
+        raise GateError(f"The gate {name} is of the kind {card.kind}, not {' or '.join(kinds)}; {MAKE}.")
+    if card.rope != own.rope:
+        raise GateError(
+            f"The gate {name} was made with RoPE {card.rope}, the model has {own.rope}; "
+            "load the model with the same RoPE configuration."
+        )
+    if not base_weights.fits(f"gate {name}", card, own):
+        raise GateError(f"The gate {name} was made for another model ({card.model}); load that one, or {MAKE}.")
+    check_shapes(name, card.kind, gate.layers, CacheShape.of(model))
+
+
+def shipped(model: PreTrainedModel, kinds: Sequence[str]) -> Path:
+    """The gate in the package that was made for this model, of the first of `kinds` that there is.
+
+    One for exactly these weights goes before one for others of the model.
+    """
+    own, found = base_weights.describe(model), []
+    places = (shipped_path(name, "gates", f"{kind}.safetensors") for kind in kinds for name in SHIPPING)
+    for path in filter(Path.is_file, places):
+        card = json.loads(read_header(path)["card"])
+        if card["fingerprint"] == model_fingerprint(model):
+            return path
+        if base_weights.similarity(card.get("weights"), own) >= base_weights.ALIKE:
+            found.append(path)
+    if found:
+        return found[0]
+    name = model_name(model) or type(model).__name__
+    raise GateError(f"No {kinds[0]} gate ships for the model {name}; {MAKE}, and name it with gate=FILE.")
+
+
+_loaded: WeakKeyDictionary[PreTrainedModel, dict[tuple, Gate]] = WeakKeyDictionary()
+
+
+def load(model: PreTrainedModel, source: str, kinds: Sequence[str]) -> Gate:
+    """The gate `source`, "auto" or a path, on the model's device; read once per model, and again when it changes."""
+    path = None if source == "auto" else Path(source)
+    state = path.stat() if path and path.is_file() else None
+    key = (source, tuple(kinds), state and (state.st_mtime_ns, state.st_size), model.device)
+    known = _loaded.setdefault(model, {})
+    if key not in known:
+        path = path or shipped(model, kinds)
+        gate = read(path)
+        check(path, gate, model, kinds)
+        layers = [{name: tensor.to(model.device) for name, tensor in layer.items()} for layer in gate.layers]
+        known[key] = replace(gate, layers=layers)
+    return known[key]

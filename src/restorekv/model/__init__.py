@@ -1,0 +1,1 @@
+"""Every contact with transformers: loading a model, the prompt, the prefill, what a pass shows, attention."""

@@ -1,0 +1,88 @@
+"""Ragged attention on a CPU for decoding and batches of questions: PyTorch's own fused kernel, a head at a time.
+
+The rows of one head's context are read by all queries of a batch at once, B questions times G group heads, from where
+they lie: nothing is padded, widened or copied. A long head is cut into pieces, since the kernel shares out heads and
+blocks of queries among its threads, not rows. Pieces and tail are joined by their log-sum-exps,
+    o = sum_i e^(l_i - l) o_i,    l = log sum_i e^l_i,
+which is the softmax over all of them. Logits and sums are float32 (float64 for float64).
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from restorekv.cache.ragged import RaggedLayer
+from restorekv.errors import RestoreKVError
+from restorekv.model.attention.naive import causal
+
+LEAST = 512  # rows of a piece; the kernel takes as many at a time
+BLOCK = 32  # queries that one thread takes
+
+
+def usable(query: Tensor, layer: RaggedLayer) -> bool:
+    """Whether this backend can answer: on a CPU, for one dtype, where no gradient is wanted."""
+    tensors = query, layer.keys, layer.values
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return query.device.type == "cpu" and query.dtype == layer.keys.dtype == layer.context_keys.dtype and not wanted
+
+
+def attend(query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: float) -> Tensor:
+    """query (B, H, G, Q, D), tail_mask (B, 1, Q, n+q) bool or None = causal -> (B, H, G, Q, D); no gradients."""
+    if not usable(query, layer):
+        raise RestoreKVError("The backend 'cascade' runs on a CPU and gives no gradients; let one be chosen.")
+    batch, heads, groups, queries, width = query.shape
+    if batch * groups * queries == 1:  # with one row the kernel multiplies in another way, at half the speed
+        return attend(query.expand(-1, -1, 2, -1, -1), layer, tail_mask, scale)[:, :, :1]
+    rows = query.transpose(0, 1).reshape(heads, -1, width)  # (H, R, D), R = B*G*Q
+    most = max(min(layer.longest // LEAST, threads() // -(-rows.shape[1] // BLOCK)), 1)
+    outputs = query.new_zeros(most + 2, *rows.shape)  # of every piece, the rows left over and the tail
+    lses = rows.new_full(outputs.shape[:-1], torch.finfo(exact(query)).min, dtype=exact(query))
+    for head, (start, end) in enumerate(pairwise(layer.bounds)):
+        pieces = max(min((end - start) // LEAST, most), 1)
+        middle = end - (end - start) % pieces
+        for low, high, slots in ((start, middle, slice(pieces)), (middle, end, slice(most, most + 1))):
+            if low < high:
+                outputs[slots, head], lses[slots, head] = attend_rows(rows[head], layer, low, high, slots, scale)
+    tail, lse = attend_tail(query.flatten(2, 3), layer, tail_mask, groups, scale)
+    outputs[-1], lses[-1] = tail.transpose(0, 1).reshape(rows.shape), lse.transpose(0, 1).reshape(rows.shape[:-1])
+    output = (lses.softmax(0)[..., None] * outputs).sum(0).to(query.dtype)
+    return output.view(heads, batch, groups, queries, width).transpose(0, 1)
+
+
+def attend_rows(rows: Tensor, layer: RaggedLayer, start: int, end: int, pieces: slice, scale: float) -> tuple:
+    """rows (R, D) over a head's pairs start:end -> averages (pieces, R, D) and log-sum-exps (pieces, R)."""
+    shape = (1, pieces.stop - (pieces.start or 0), -1, rows.shape[-1])
+    keys, values = (x[start:end].view(shape) for x in (layer.context_keys, layer.context_values))
+    bias = None
+    if layer.bias is not None:
+        bias = layer.bias[start:end].to(exact(rows)).view(1, shape[1], 1, -1)
+    output, lse = fused(rows.expand(*shape[:2], -1, -1), keys, values, attn_mask=bias, scale=scale)
+    return output[0], lse[0]
+
+
+def attend_tail(rows: Tensor, layer: RaggedLayer, mask: Tensor | None, groups: int, scale: float) -> tuple:
+    """rows (B, H, G*Q, D) -> averages over the tail, same shape, and log-sum-exps (B, H, G*Q)."""
+    queries = rows.shape[2] // groups
+    if mask is None and queries > 1:
+        mask = causal(queries, layer.columns, rows.device)[None, None]
+    if mask is not None:  # the lowest finite number: a padding query may see nothing, and NaN would spread
+        lowest = torch.finfo(exact(rows)).min
+        mask = torch.zeros_like(mask, dtype=exact(rows)).masked_fill(~mask, lowest).repeat(1, 1, groups, 1)
+    return fused(rows, layer.keys, layer.values, attn_mask=mask, scale=scale)
+
+
+def fused(query: Tensor, keys: Tensor, values: Tensor, **more: object) -> tuple[Tensor, Tensor]:
+    """(B, H, R, D), twice (B, H, N, D) -> averages and log-sum-exps (B, H, R); what SDPA calls, which tells no sums."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, **more)
+
+
+@torch.compiler.assume_constant_result
+def threads() -> int:
+    """torch.compile cannot trace the question, so it takes the answer for granted."""
+    return torch.get_num_threads()
+
+
+def exact(rows: Tensor) -> torch.dtype:
+    """Of masks and sums."""
+    return torch.promote_types(rows.dtype, torch.float32)

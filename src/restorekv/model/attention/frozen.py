@@ -1,0 +1,92 @@
+"""Ragged attention that keeps its inputs alone for the backward pass, a block of rows at a time; for long contexts.
+
+With logits s, weights p = softmax(s) over context and tail, output o = p v and its gradient do,
+    dp = do v^T,    ds = p * (dp - rowsum(p * dp)),    dq = ds k,    dk = ds^T q,    dv = p^T do,
+and the frozen context needs neither dk nor dv. The backward pass computes p again instead of keeping it, as
+FlashAttention does (arXiv:2205.14135). A row has its whole softmax in one block, so nothing has to be merged.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from restorekv.cache.ragged import RaggedLayer
+from restorekv.model.attention.naive import causal
+
+BLOCK = 1 << 22  # logits of a block; three such tensors at once are 48 MiB in float32
+Pairs = tuple[Tensor, Tensor]  # one head's keys, or values: of the context (N, D), of the tail (B, t, D)
+
+
+def attend(query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: float) -> Tensor:
+    """query (B, H, G, Q, D), tail_mask (B, 1, Q, n+q) bool or None = causal -> (B, H, G, Q, D)."""
+    if tail_mask is None:
+        tail_mask = causal(query.shape[-2], layer.keys.shape[-2], query.device)[None, None]
+    context = (layer.context_keys, layer.context_values, layer.bias)
+    return Frozen.apply(query, layer.keys, layer.values, tail_mask, *context, layer.bounds, scale)
+
+
+class Frozen(torch.autograd.Function):
+    """Gradients for the query and the tail; the context is referred to, never copied."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, *inputs) -> Tensor:
+        *tensors, ctx.bounds, ctx.scale = inputs
+        ctx.save_for_backward(*tensors)
+        query = tensors[0]
+        output = torch.empty_like(query)
+        for head, rows, _, _, values, weights in blocks(*inputs):
+            output[:, head, :, rows] = mix(weights, values)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, tail_keys, tail_values, mask = ctx.saved_tensors[:4]
+        exact = torch.promote_types(query.dtype, torch.float32)
+        for_query = torch.empty_like(query)
+        for_keys, for_values = (torch.zeros_like(x, dtype=exact) for x in (tail_keys, tail_values))
+        for head, rows, scaled, keys, values, weights in blocks(*ctx.saved_tensors, ctx.bounds, ctx.scale):
+            arriving, kept = gradient[:, head, :, rows].to(exact), len(keys[0])
+            slopes = products(arriving, values)
+            slopes.sub_((weights * slopes).sum(-1, keepdim=True)).mul_(weights)
+            slopes[..., kept:].masked_fill_(~mask[:, :, rows], 0)
+            for_query[:, head, :, rows] = mix(slopes, keys) * ctx.scale
+            for_keys[:, head] += slopes[..., kept:].flatten(1, 2).mT @ scaled.flatten(1, 2)
+            for_values[:, head] += weights[..., kept:].flatten(1, 2).mT @ arriving.flatten(1, 2)
+        return for_query, for_keys.to(tail_keys.dtype), for_values.to(tail_values.dtype), *(None,) * 6
+
+
+def blocks(query, tail_keys, tail_values, mask, context_keys, context_values, bias, bounds, scale) -> Iterator[tuple]:
+    """Of every head and as many of its queries as BLOCK allows: (head, rows, scaled query, keys, values, weights).
+
+    The scaled query is (B, G, q, D), the weights are (B, G, q, N + t), both float32 or the query's wider type.
+    """
+    batch, _, groups, queries, _ = query.shape
+    exact = torch.promote_types(query.dtype, torch.float32)
+    for head, (start, end) in enumerate(pairwise(bounds)):
+        keys = context_keys[start:end].to(exact), tail_keys[:, head].to(exact)
+        values = context_values[start:end].to(exact), tail_values[:, head].to(exact)
+        step = max(BLOCK // (batch * groups * (end - start + tail_keys.shape[-2])), 1)
+        for low in range(0, queries, step):
+            rows = slice(low, low + step)
+            scaled = query[:, head, :, rows].to(exact) * scale
+            logits = products(scaled, keys)
+            if bias is not None:
+                logits[..., : end - start] += bias[start:end]
+            logits[..., end - start :].masked_fill_(~mask[:, :, rows], torch.finfo(exact).min)
+            yield head, rows, scaled, keys, values, logits.softmax(-1)
+
+
+def products(rows: Tensor, pairs: Pairs) -> Tensor:
+    """(B, G, q, D) times every pair -> (B, G, q, N + t)."""
+    context, tail = pairs
+    return torch.cat([rows @ context.mT, rows @ tail[:, None].mT], -1)
+
+
+def mix(weights: Tensor, pairs: Pairs) -> Tensor:
+    """(B, G, q, N + t) -> the weighted sum of all pairs, (B, G, q, D)."""
+    context, tail = pairs
+    return weights[..., : len(context)] @ context + weights[..., len(context) :] @ tail[:, None]

@@ -1,0 +1,69 @@
+"""Ragged attention over a context of 8 bits a number: its rows are widened a tile at a time, never a whole layer.
+
+Of every head, the softmax average and log-sum-exp of the tail are merged with those of tile after tile, as in
+`blocked.py`. On a GPU a layer that fits into a small workspace is widened whole for the kernel there.
+"""
+
+import copy
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from restorekv.cache.quantized import Packed
+from restorekv.cache.ragged import RaggedLayer
+from restorekv.model.attention.blocked import Part, merged
+from restorekv.model.attention.naive import causal
+
+BLOCK = 1 << 20  # numbers of a tile's keys, or of its logits
+
+
+def packed(layer: RaggedLayer) -> bool:
+    """Whether the context is stored in 8 bits."""
+    return isinstance(layer.context_keys, Packed)
+
+
+def opened(layer: RaggedLayer) -> RaggedLayer:
+    """The layer with its context in the model's dtype, for one call."""
+    plain = copy.copy(layer)
+    plain.context_keys, plain.context_values = layer.context_keys[:], layer.context_values[:]
+    return plain
+
+
+def workspace(layer: RaggedLayer) -> int:
+    """Bytes of the context of an opened layer."""
+    return 2 * layer.context_keys.codes.numel() * layer.dtype.itemsize
+
+
+def attend(query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: float) -> Tensor:
+    """query (B, H, G, Q, D), tail_mask (B, 1, Q, n+q) bool or None = causal -> (B, H, G, Q, D)."""
+    batch, heads, groups, queries, dim = query.shape
+    exact = query.to(torch.promote_types(query.dtype, torch.float32)) * scale
+    rows = exact.transpose(0, 1).reshape(heads, -1, dim)  # (H, B*G*Q, D)
+    output, lse = tail(exact, layer, tail_mask)
+    output, lse = (x.transpose(0, 1).reshape(heads, len(rows[0]), -1) for x in (output, lse))
+    step = max(BLOCK // max(len(rows[0]), dim), 1)
+    for head, (start, end) in enumerate(pairwise(layer.bounds)):
+        for low in range(start, end, step):
+            part = tile(rows[head], layer, slice(low, min(low + step, end)))
+            output[head], lse[head] = merged((output[head], lse[head]), part)
+    return output.view(heads, batch, groups, queries, dim).transpose(0, 1).to(query.dtype)
+
+
+def tile(rows: Tensor, layer: RaggedLayer, part: slice) -> Part:
+    """Scaled rows (R, D) over some pairs of one head -> (R, D) and (R, 1)."""
+    logits = rows @ layer.context_keys.rows(part, rows.dtype).T
+    if layer.bias is not None:
+        logits += layer.bias[part]
+    lse = logits.logsumexp(-1, keepdim=True)
+    return logits.sub_(lse).exp_() @ layer.context_values.rows(part, rows.dtype), lse
+
+
+def tail(query: Tensor, layer: RaggedLayer, mask: Tensor | None) -> Part:
+    """Scaled query (B, H, G, Q, D) over the tail -> the same shape, and (B, H, G, Q, 1)."""
+    keys, values = (x[:, :, None].to(query.dtype) for x in (layer.keys, layer.values))
+    if mask is None:
+        mask = causal(query.shape[-2], keys.shape[-2], query.device)[None, None]
+    logits = (query @ keys.mT).masked_fill_(~mask[:, :, None], torch.finfo(query.dtype).min)
+    lse = logits.logsumexp(-1, keepdim=True)
+    return logits.sub_(lse).exp_() @ values, lse

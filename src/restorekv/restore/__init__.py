@@ -1,0 +1,1 @@
+"""The restore adapter: its mathematics, its files, and publishing it."""

@@ -1,0 +1,299 @@
+"""The restore pass (Eqs. 4-6): n learned tokens read the full cache once, and their pairs join what eviction keeps.
+
+    C_restore = KV(E; theta + LoRA, C_full)     at positions T+1 .. T+n, causally, before anything is dropped
+
+LoRA belongs to this pass alone. PEFT builds its layers, and they stand in the model only while the pass runs:
+outside of it the model *is* the frozen model. (PEFT's own switch would also set requires_grad, and a backward pass
+after switching off would find no LoRA gradient.)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from peft import LoraConfig
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from restorekv.errors import AdapterError, RestoreKVWarning
+from restorekv.model import base_weights
+from restorekv.model.load import NAMES, hub_name, model_fingerprint, model_name, rope_fingerprint
+from restorekv.model.shape import CacheShape, decoder
+from restorekv.restore import adapter_file, hub, license, model_card
+from restorekv.restore.adapter_file import Card, Stored, plain
+from restorekv.restore.lora import NAME, build
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class RestoreAdapter(nn.Module):
+    """`embeddings` (n, d) and the LoRA of every target layer, float32, trainable unless fixed; nothing else.
+
+    It works on the one `model` it was made for. Several adapters of one model do not disturb each other.
+    """
+
+    embeddings: nn.Parameter
+
+    def __init__(self, model: PreTrainedModel, config: LoraConfig, embeddings: Tensor, card: Card) -> None:
+        super().__init__()
+        self.embeddings = nn.Parameter(embeddings.to(model.device, torch.float32), card.embeddings == "learned")
+        self.config, self.card = config, card
+        layers = build(model, config)
+        self.tensors = {
+            f"{path}.{part}.weight": getattr(layer, part)[NAME].weight
+            for path, layer in layers.items()
+            for part in ("lora_A", "lora_B")
+        }
+        self.lora = nn.ParameterList(self.tensors.values())
+        # In a tuple and a list, because an attribute would make the backbone a part of this module.
+        self._model = (model,)
+        self._places = [(model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2], layer)
+                        for path, layer in layers.items()]  # fmt: skip
+
+    @classmethod
+    def create(
+        cls,
+        model: PreTrainedModel,
+        n: int = 8,
+        *,
+        rank: int = 8,
+        alpha: float = 16.0,
+        targets: Sequence[str] = TARGETS,
+        seed: int = 0,
+        fixed: int | None = None,
+    ) -> RestoreAdapter:
+        """An untrained adapter: embeddings of n tokens of the vocabulary drawn with `seed`, LoRA that adds zero.
+
+        Controls of the paper: with `fixed`, all n embeddings are that token's and are never trained; with no `targets`
+        there is no LoRA.
+        """
+        if n < 1 or rank < 1:
+            raise AdapterError(f"A restore adapter needs at least one token and rank 1, not {n} and {rank}.")
+        if fixed is not None and not targets:
+            raise AdapterError("Fixed embeddings without LoRA leave nothing to train; give LoRA targets or learn them.")
+        config = LoraConfig(
+            r=rank, lora_alpha=alpha, target_modules=sorted(targets), lora_dropout=0.0, bias="none",
+            task_type="CAUSAL_LM", base_model_name_or_path=hub_name(model_name(model)), inference_mode=True,
+        )  # fmt: skip
+        table = model.get_input_embeddings().weight.detach()
+        card = replace(card_for(model, n), embeddings="learned" if fixed is None else "fixed")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            rows = torch.randint(len(table), (n,)) if fixed is None else torch.full((n,), fixed)
+            return cls(model, config, table[rows.to(table.device)].float().clone(), card)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: PreTrainedModel,
+        name: str | Path,
+        evictor: str | None = None,
+        *,
+        revision: str | None = None,
+        token: str | None = None,
+        cache_dir: str | Path | None = None,
+    ) -> RestoreAdapter:
+        """From a folder or, at a `revision`, a hub id. Refuses an adapter of another model; warns if it was trained
+        on other weights of this model, if `evictor` is not its own, and of a licence that forbids commercial use.
+        """
+        folder = hub.fetch(name, revision, token, cache_dir)
+        stored = adapter_file.read(folder)
+        n, hidden = stored.embeddings.shape
+        if hidden != CacheShape.of(model).hidden:
+            raise AdapterError(
+                f"The adapter {name} is for a model of width {hidden}, this one has {CacheShape.of(model).hidden}; "
+                "load the model it was trained for."
+            )
+        fresh = card_for(model, n)
+        if stored.card is not None:
+            adapter_file.check_model(name, stored.card, fresh)
+        card = hub.with_origin(stored.card or fresh, name, folder, bare=stored.card is None)
+        adapter = cls(model, stored.config, stored.embeddings, card)
+        adapter.load_lora(name, stored.lora)
+        hub.tell_licence(name, card)
+        if evictor is not None:
+            adapter.check_use(evictor)
+        return adapter
+
+    @property
+    def restore_tokens(self) -> int:
+        """n."""
+        return self.embeddings.shape[0]
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self._model[0]
+
+    def first(self, count: int) -> RestoreAdapter:
+        """Its first `count` tokens as an adapter of their own; warns unless they were trained to work alone."""
+        if not 1 <= count <= self.restore_tokens:
+            raise AdapterError(
+                f"restore_tokens is a number from 1 to the adapter's {self.restore_tokens}, not {count}."
+            )
+        if count == self.restore_tokens:
+            return self
+        if not (self.card.settings or {}).get("nested"):
+            told = f"The adapter was not trained to work with {count} of its {self.restore_tokens} restore tokens"
+            warnings.warn(f"{told} (train it with --nested); expect worse answers.", RestoreKVWarning, stacklevel=3)
+        card, embeddings = replace(self.card, restore_tokens=count), self.embeddings.detach()[:count].clone()
+        short = type(self)(self.model, self.config, embeddings, card)
+        short.load_lora(card.model, {name: value.detach() for name, value in self.tensors.items()})
+        return short
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """LoRA is part of the model inside the block and gone after it, however the block ends."""
+        try:
+            for parent, name, layer in self._places:
+                setattr(parent, name, layer)
+            yield
+        finally:
+            for parent, name, layer in self._places:
+                setattr(parent, name, layer.get_base_layer())
+
+    def append(self, full: Cache, count: int | None = None) -> None:
+        """One pass of the n tokens, or the first `count`, over `full`, which grows by their pairs.
+
+        `full` is a dense cache of S + T columns or an evicted one. Gradients reach E and LoRA.
+        """
+        first, embeddings = full.get_seq_length(), self.embeddings[:count].to(self.model.dtype)
+        positions = torch.arange(first, first + len(embeddings), device=embeddings.device)
+        with self.active():
+            decoder(self.model)(
+                inputs_embeds=embeddings[None], position_ids=positions[None], past_key_values=full, use_cache=True
+            )
+
+    def describe(
+        self,
+        *,
+        evictor: str,
+        prefix_policy: str | None = None,
+        ratio_range: tuple[float, float] | None = None,
+        allocation: str = "global",
+        restore_from: str = "full",
+        settings: dict | None = None,
+        data: list[dict] | None = None,
+        licence: str | None = None,
+    ) -> None:
+        """Records what the adapter is being trained with, the model's weights included.
+
+        The licence, unless given, follows from the data and, of an adapter that began as a published one, from its own.
+        """
+        if licence is None and (data or self.card.source):
+            licence = license.of_data([*license.of_rows(data), *([self.card.licence] if self.card.source else [])])
+        own = card_for(self.model, self.restore_tokens)
+        self.card = replace(
+            self.card, model=own.model, fingerprint=own.fingerprint, local=own.local, weights=own.weights,
+            evictor=evictor, prefix_policy=prefix_policy, ratio_range=ratio_range, allocation=allocation,
+            restore_from=restore_from, settings=plain(settings), data=plain(data),
+            licence=licence and license.identifier(licence),
+        )  # fmt: skip
+
+    def report(self, results: list[dict]) -> None:
+        """Records what was measured, for the model card: rows with benchmark, ratio, base, restored, full and more."""
+        self.card = replace(self.card, results=plain(results))
+
+    def check_use(
+        self,
+        evictor: str,
+        allocation: str | None = None,
+        restore_from: str | None = None,
+        prefix_policy: str | None = None,
+    ) -> None:
+        """An adapter restores what its own eviction loses; with another one it may do worse than none.
+
+        Compares what is given with what the adapter's card tells. The authors' adapters are used in kvpress, which
+        counts the prefix, and come from code that does not.
+        """
+        card = self.card
+        if card.source is not None and prefix_policy == "free":
+            message = f"{card.source} is used in kvpress with the chat prefix in the budget (prefix_policy='counted')"
+            warnings.warn(f"{message}; how it was trained is not stated.", RestoreKVWarning, stacklevel=2)
+        if card.evictor is None:
+            return
+        for what, trained, used in (
+            ("evictor", card.evictor, evictor),
+            ("allocation", card.allocation, allocation),
+            ("restore pass over the cache", card.restore_from, restore_from),
+            ("prefix policy", card.prefix_policy, prefix_policy),
+        ):
+            if None not in (trained, used) and trained != used:
+                message = f"The adapter was trained with the {what} {trained}, not {used}; expect worse answers."
+                warnings.warn(message, RestoreKVWarning, stacklevel=2)
+
+    def trainable_state(self) -> dict[str, Tensor]:
+        """Copies of everything that training changes, by name."""
+        return {name: value.detach().clone() for name, value in self._trainable().items()}
+
+    def load_trainable_state(self, state: dict[str, Tensor]) -> None:
+        """The counterpart of `trainable_state`."""
+        with torch.no_grad():
+            for name, parameter in self._trainable().items():
+                parameter.copy_(state[name])
+
+    def identity(self) -> dict[str, object]:
+        """For the records: a hash of embeddings and LoRA, n, and what the adapter was trained with; plain JSON."""
+        return {
+            "hash": adapter_file.weights_hash(self._trainable()),
+            "restore_tokens": self.restore_tokens,
+            "evictor": self.card.evictor,
+            "prefix_policy": self.card.prefix_policy,
+            "ratio_range": self.card.ratio_range and list(self.card.ratio_range),
+            "allocation": self.card.allocation,
+            "restore_from": self.card.restore_from,
+        }
+
+    def stored(self, dtype: torch.dtype = torch.float32) -> Stored:
+        """What a file holds; `dtype` is that of the LoRA weights in it."""
+        lora = {name: value.detach().to("cpu", dtype) for name, value in self.tensors.items()}
+        card = replace(self.card, dtype=str(dtype).removeprefix("torch."))
+        return Stored(self.config, lora, self.embeddings.detach().cpu(), card)
+
+    def save_pretrained(self, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
+        """The published format, `restorekv.json` and a model card; `dtype` is that of the LoRA weights in the file."""
+        model_card.save(Path(folder), self.stored(dtype))
+
+    def push_to_hub(
+        self,
+        repo: str,
+        *,
+        private: bool = False,
+        token: str | None = None,
+        dtype: torch.dtype = torch.float32,
+        licence: str | None = None,
+        commit_message: str | None = None,
+    ) -> str:
+        """Publishes what `save_pretrained` writes as the hub's repository `repo`; returns its address."""
+        return hub.push(
+            repo, self.stored(dtype), private=private, token=token, licence=licence, commit_message=commit_message
+        )
+
+    def load_lora(self, name: str | Path, lora: dict[str, Tensor]) -> None:
+        """Copies the LoRA tensors of a file; each must be there and fit."""
+        if lora.keys() != self.tensors.keys():
+            strange = sorted(lora.keys() ^ self.tensors.keys())[0]
+            raise AdapterError(f"The adapter {name} does not fit this model or its own config (see {strange}).")
+        with torch.no_grad():
+            for key, parameter in self.tensors.items():
+                if lora[key].shape != parameter.shape:
+                    raise AdapterError(
+                        f"The adapter {name} is for another model: {key} is {tuple(lora[key].shape)}, "
+                        f"not {tuple(parameter.shape)}."
+                    )
+                parameter.copy_(lora[key])
+
+    def _trainable(self) -> dict[str, nn.Parameter]:
+        return {"embeddings": self.embeddings, **self.tensors}
+
+
+def card_for(model: PreTrainedModel, n: int) -> Card:
+    """What a model tells of itself."""
+    name = model_name(model)
+    own = {"local": name not in NAMES and Path(name).exists(), "weights": base_weights.describe(model)}
+    return Card(name, model_fingerprint(model), rope_fingerprint(model.config), n, **own)

@@ -1,0 +1,208 @@
+"""A restore adapter on disk, in the format it is published in.
+
+adapter_config.json, adapter_model.safetensors   a PEFT LoRA adapter
+restore_embeddings.safetensors                   one tensor "restore_embeddings" (n, d)
+restorekv.json                                   what it was trained with and checksums; published ones lack it
+README.md                                        a model card for people and the hub; not read back but for its licence
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from restorekv.errors import AdapterError
+from restorekv.model import base_weights
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+EMBEDDINGS, CARD = "restore_embeddings.safetensors", "restorekv.json"
+README = "README.md"
+FILES = (CARD, CONFIG, WEIGHTS, EMBEDDINGS, README)
+PREFIX = "base_model.model."  # what PEFT puts before the names of the model's own modules
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Card:
+    """What an adapter was made for. None where nobody has said it.
+
+    `settings`: of the training; `data`: one row a source with source, examples, contexts, licence and more; `results`:
+    one row a measurement, with benchmark, ratio, base, restored, full; `source`: the published adapter this is a copy
+    of; `local`: whether `model` was a folder or file on the machine where it was first loaded; `weights`: which of the
+    model's these were, and what tells others of the same model (see base_weights.py).
+    """
+
+    model: str
+    fingerprint: str
+    rope: dict[str, object]
+    restore_tokens: int
+    dtype: str = "float32"
+    evictor: str | None = None
+    prefix_policy: str | None = None
+    ratio_range: tuple[float, float] | None = None
+    allocation: str = "global"
+    restore_from: str = "full"
+    embeddings: str = "learned"
+    settings: dict[str, Any] | None = None
+    data: list[dict[str, Any]] | None = None
+    results: list[dict[str, Any]] | None = None
+    licence: str | None = None
+    source: str | None = None
+    local: bool | None = None
+    weights: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        rows = [row for rows in (self.data, self.results) if rows is not None for row in rows]
+        optional = [each for each in (self.settings, self.weights) if each is not None]
+        if not all(isinstance(each, dict) for each in (*optional, *rows)):
+            raise TypeError("settings and weights are dicts, data and results lists of dicts")
+        if not all(isinstance(text, str | None) for text in (self.licence, self.source)):
+            raise TypeError("licence and source are texts")
+        if not isinstance(self.local, bool | None):
+            raise TypeError("local is true or false")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """lora: tensors by the model's own module names; embeddings (n, d)."""
+
+    config: LoraConfig
+    lora: dict[str, Tensor]
+    embeddings: Tensor
+    card: Card | None
+
+    def weights_hash(self) -> str:
+        """That of the adapter in use, whose weights are float32."""
+        return weights_hash({"embeddings": self.embeddings, **self.lora})
+
+
+def weights_hash(tensors: dict[str, Tensor]) -> str:
+    """16 hex digits of names and float32 values."""
+    found = hashlib.sha256()
+    for name, value in sorted(tensors.items()):
+        found.update(name.encode() + value.detach().to("cpu", torch.float32).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def plain(value: Any) -> Any:
+    """The same as JSON would bring it back; raises AdapterError for what has no JSON."""
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise AdapterError(
+            f"An adapter's record holds plain JSON only ({error}); give numbers, texts and lists."
+        ) from error
+
+
+def write(folder: Path, stored: Stored, readme: str | None = None) -> None:
+    """All files are complete before the first one of an older adapter is replaced; no `readme`, no new README.md."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as name:
+            fresh = Path(name)
+            stored.config.save_pretrained(name)
+            order(fresh / CONFIG)
+            lora = {PREFIX + key: value.contiguous() for key, value in stored.lora.items()}
+            save_file(lora, fresh / WEIGHTS, metadata={"format": "pt"})
+            save_file({"restore_embeddings": stored.embeddings.contiguous()}, fresh / EMBEDDINGS)
+            sums = {file: digest(fresh / file) for file in (CONFIG, WEIGHTS, EMBEDDINGS)}
+            card = {"version": VERSION, **asdict(stored.card), "sha256": sums}
+            (fresh / CARD).write_text(json.dumps(card, indent=2, sort_keys=True) + "\n")
+            if readme is not None:
+                (fresh / README).write_text(readme, encoding="utf-8")
+            for file in FILES if readme is not None else FILES[:-1]:
+                os.replace(fresh / file, folder / file)
+    except (OSError, SafetensorError) as error:
+        raise AdapterError(f"Cannot write the adapter to {folder}; choose a writable folder ({error}).") from error
+
+
+def order(path: Path) -> None:
+    """PEFT writes a set of names in the order of their hashes, which Python draws anew in every process."""
+    told = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(told.get("target_modules"), list):
+        told["target_modules"].sort()
+    path.write_text(json.dumps(told, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def read(folder: Path) -> Stored:
+    """Raises AdapterError for anything but a whole and sound adapter."""
+    for file in (CONFIG, WEIGHTS, EMBEDDINGS):
+        if not (folder / file).is_file():
+            raise AdapterError(f"{folder} has no {file}; give the folder of a complete restore adapter.")
+    card = read_card(folder)
+    embeddings = tensors(folder / EMBEDDINGS).get("restore_embeddings")
+    if embeddings is None or embeddings.ndim != 2 or 0 in embeddings.shape:
+        raise AdapterError(f"{folder / EMBEDDINGS} has no tensor restore_embeddings (n, d); use another adapter.")
+    lora = {key.removeprefix(PREFIX): value for key, value in tensors(folder / WEIGHTS).items()}
+    return Stored(read_config(folder), lora, embeddings, card)
+
+
+def read_config(folder: Path) -> LoraConfig:
+    """A plain LoRA config; other kinds of adapter are refused."""
+    try:
+        kind = json.loads((folder / CONFIG).read_text()).get("peft_type")
+        config = LoraConfig.from_pretrained(str(folder))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise AdapterError(f"{folder / CONFIG} is damaged; fetch or train the adapter again.") from error
+    if kind != "LORA":
+        raise AdapterError(f"{folder} holds a {kind} adapter; a restore adapter is a LORA one.")
+    return config
+
+
+def read_card(folder: Path) -> Card | None:
+    """The card, after comparing the checksums in it; None for published adapters."""
+    path = folder / CARD
+    if not path.is_file():
+        return None
+    try:
+        entries = json.loads(path.read_text())
+        version, sums = entries["version"], entries["sha256"]
+        span = entries["ratio_range"]
+        card = Card(**{field.name: entries[field.name] for field in fields(Card) if field.name in entries})
+        card = replace(card, ratio_range=span and tuple(span))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise AdapterError(f"{path} is damaged; fetch or train the adapter again.") from error
+    if version != VERSION:
+        raise AdapterError(f"{path} has format version {version}; this restorekv reads version {VERSION}.")
+    for file, expected in sums.items():
+        if digest(folder / file) != expected:
+            raise AdapterError(f"{folder / file} is not the file that was saved; fetch or train the adapter again.")
+    return card
+
+
+def tensors(path: Path) -> dict[str, Tensor]:
+    """Safetensors only: a pickle, whatever it is called, is never opened."""
+    try:
+        found = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise AdapterError(f"{path} is damaged or no safetensors file; fetch or train the adapter again.") from error
+    if not all(torch.isfinite(tensor).all() for tensor in found.values()):
+        raise AdapterError(f"{path} holds numbers that are not finite; use another adapter.")
+    return found
+
+
+def digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise AdapterError(f"Cannot read {path}; fetch or train the adapter again ({error}).") from error
+
+
+def check_model(name: str | Path, card: Card, own: Card) -> None:
+    """The model and the rotation of its keys must be those the adapter was trained with; warns of other weights."""
+    if card.rope != own.rope:
+        raise AdapterError(
+            f"The adapter {name} was trained with RoPE {card.rope}, the model has {own.rope}; "
+            "load the model with the same RoPE configuration."
+        )
+    if not base_weights.fits(f"adapter {name}", card, own):
+        raise AdapterError(f"The adapter {name} was trained for another model ({card.model}); load that one.")

@@ -1,0 +1,50 @@
+"""The bundled suite: held-out documents of the bundled world, of 512 to 2,048 tokens.
+
+Splits never meet: a document's seed is the text `<split> <seed> <index>`, and training draws from other splits only
+("pretrain ..." in recipes/tiny/examples.py, "restore" here).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import lru_cache
+
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv.tiny.world import Document, document
+
+ORDER = ("needles", "people", "links", "words")
+SHARES = (12, 12, 12, 16)  # of every 52 documents
+LONGEST, SHORTEST = 2048, 512
+MOST_PER_FAMILY = 2  # questions of one family asked of one document
+
+
+def documents(
+    tokenizer: Tokenizer, count: int = 52, split: str = "test", seed: int = 0, low: int = SHORTEST, high: int = LONGEST
+) -> list[Document]:
+    """`count` documents of `low` to `high` ids by `tokenizer`, kinds in the proportion `SHARES`.
+
+    Lengths count the chat prefix of the bundled template, so that the longest still fits.
+    """
+    length = measure(tokenizer)
+    kinds = [kind for kind, share in zip(ORDER, SHARES, strict=True) for _ in range(share)]
+    random.Random("order of kinds").shuffle(kinds)
+    return [draw(f"{split} {seed} {index}", kinds[index % len(kinds)], low, high, length) for index in range(count)]
+
+
+def measure(tokenizer: Tokenizer) -> Callable[[str], int]:
+    """Counts the ids of a sentence in running text; remembers, since filler repeats itself."""
+    return lru_cache(maxsize=20000)(lambda sentence: len(tokenizer.encode(" " + sentence, add_special_tokens=False)))
+
+
+def draw(name: str, kind: str, low: int, high: int, length: Callable[[str], int]) -> Document:
+    """The document called `name`, with at most MOST_PER_FAMILY questions of a family (one that is free-form)."""
+    rng = random.Random(name)
+    made = document(rng, kind, rng.randint(low, high) - 3, length)
+    asked, seen = [], {}
+    for question in rng.sample(made.questions, len(made.questions)):
+        seen[question.family] = seen.get(question.family, 0) + 1
+        if seen[question.family] <= (1 if question.family == "freeform" else MOST_PER_FAMILY):
+            asked.append(question)
+    return Document(made.text, made.kind, tuple(asked))

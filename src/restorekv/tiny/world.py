@@ -1,0 +1,267 @@
+"""The bundled world: English-like documents, what can be asked about them, and how an answer is scored.
+
+A document is predictable filler (stories that never change) with a few facts strewn in, in the families of RULER
+(arXiv 2404.06654): needles (one key, several keys, several values, several queries), variable tracking, common and
+frequent words, questions over several passages; and free-form, 4-option and 5-option questions. Everything is drawn
+from one `random.Random`, so a seed names a document.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+from restorekv.tiny.words import (
+    CODED,
+    DEEDS,
+    ITEMS,
+    JOBS,
+    LINKS,
+    NAMES,
+    PEOPLE,
+    PETS,
+    PLACES,
+    TIMES,
+    TOWNS,
+)  # fmt: skip
+
+FAMILIES = (
+    "single", "multikey", "multivalue", "multiquery", "vt", "cwe", "fwe", "qa", "freeform", "choice4", "choice5",
+)  # fmt: skip
+# The paper's four benchmarks in small: RULER, QASPER, QuALITY (four options), LongHealth (five).
+GROUPS = {
+    "retrieval and tracing": ("single", "multikey", "multivalue", "multiquery", "vt", "cwe", "fwe"),
+    "questions": ("qa", "freeform"),
+    "four options": ("choice4",),
+    "five options": ("choice5",),
+}
+KINDS = ("needles", "people", "links", "words")
+STORIES, SENTENCES_PER_STORY = 24, 8
+NUMBERS = range(10, 100)  # one id each in the bundled tokenizer
+WORDS = [*ITEMS, *NAMES, *TOWNS, *JOBS, *PETS, *LINKS, *CODED, *map(str, NUMBERS)]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question, the reference `answers`, its `family`, and the reply a perfect model writes (`target`)."""
+
+    text: str
+    answers: tuple[str, ...]
+    target: str
+    family: str
+    metric: str  # "all": share of the answers found; "letter": the option's letter; "f1": token F1 with the target
+    max_new_tokens: int = 32
+
+    def score(self, prediction: str) -> float:
+        """Score `prediction` in [0, 1]."""
+        if self.metric == "letter":
+            letters = re.findall(r"\b([A-E])\b", prediction)
+            return float(letters[-1:] == [self.answers[0]])
+        if self.metric == "f1":
+            return token_f1(prediction, self.target)
+        return sum(bool(re.search(rf"\b{re.escape(a)}\b", prediction)) for a in self.answers) / len(self.answers)
+
+
+@dataclass(frozen=True)
+class Document:
+    """A generated text of a `kind`, and its questions."""
+
+    text: str
+    kind: str
+    questions: tuple[Question, ...]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Sentences that carry facts, in reading order, and the questions they answer."""
+
+    sentences: tuple[str, ...]
+    questions: tuple[Question, ...]
+
+
+def token_f1(prediction: str, reference: str) -> float:
+    """Token-level F1 of two texts, lower-cased, punctuation dropped (the SQuAD measure)."""
+    ours, theirs = (Counter(re.findall(r"\w+", text.lower())) for text in (prediction, reference))
+    common = sum((ours & theirs).values())
+    return 2 * common / (ours.total() + theirs.total()) if common else 0.0
+
+
+def _stories() -> list[list[str]]:
+    """The stories: the same in every process, since their seed never changes."""
+    rng = random.Random(20261121)
+    lines = [f"{who} {deed} {place} {when}." for who in PEOPLE for deed in DEEDS for place in PLACES for when in TIMES]
+    return [rng.sample(lines, SENTENCES_PER_STORY) for _ in range(STORIES)]
+
+
+STORY = _stories()
+
+
+def _join(parts: list[str]) -> str:
+    return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
+
+
+def _code(rng: random.Random) -> str:
+    return str(rng.choice(NUMBERS))
+
+
+def needles(rng: random.Random, size: int) -> Facts:
+    """`size` keys with a code each, one of them with two or three codes."""
+    keys = rng.sample(ITEMS, size)
+    codes = {key: [_code(rng)] for key in keys}
+    many = keys[0]
+    codes[many] = list(map(str, rng.sample(NUMBERS, rng.choice((2, 3)))))
+    pairs = [f"{key} {code}" for key in keys for code in codes[key]]
+    rng.shuffle(pairs)
+    codes[many].sort(key=lambda code: pairs.index(f"{many} {code}"))
+    asked = [_code_question(key, codes[key][0], "multikey") for key in keys[1:]]
+    told = ", ".join(f"{many} {code}" for code in codes[many]) + "."
+    asked.append(_plain(f"What are all the codes of the {many}?", codes[many], "multivalue", told))
+    if size > 2:
+        some = rng.sample(keys[1:], min(size - 1, rng.choice((2, 3))))
+        told = ", ".join(f"{key} {codes[key][0]}" for key in some) + "."
+        text = f"What are the codes of {_join([f'the {key}' for key in some])}?"
+        asked.append(_plain(text, [codes[key][0] for key in some], "multiquery", told))
+    asked.append(Question("List every code in the text.", (), ", ".join(pairs) + ".", "freeform", "f1", 64))
+    return Facts(tuple(f"Register of codes: {pair}." for pair in pairs), tuple(asked))
+
+
+def needle(rng: random.Random) -> Facts:
+    """One key with one code."""
+    key, code = rng.choice(ITEMS), _code(rng)
+    return Facts((f"Register of codes: {key} {code}.",), (_code_question(key, code, "single"),))
+
+
+def _code_question(key: str, code: str, family: str) -> Question:
+    return _plain(f"What is the code of the {key}?", [code], family, f"{key} {code}.")
+
+
+def _plain(text: str, answers: list[str], family: str, target: str) -> Question:
+    return Question(text, tuple(answers), target, family, "all")
+
+
+RELATIONS: dict[str, tuple[str, list[str]]] = {
+    "homes": ("What is the home town of {name}?", TOWNS),
+    "trades": ("What is the trade of {name}?", JOBS),
+    "animals": ("What is the animal of {name}?", PETS),
+}
+
+
+def people(rng: random.Random, size: int) -> Facts:
+    """`size` persons with three facts apiece, told in several passages."""
+    names = rng.sample(NAMES, size)
+    values = {relation: rng.sample(pool, max(size, 5)) for relation, (_, pool) in RELATIONS.items()}
+    sentences, asked = [], []
+    for index, name in enumerate(names):
+        about = []
+        for relation, (question, _) in RELATIONS.items():
+            value, text = values[relation][index], question.format(name=name)
+            about.append((relation, f"{name} {value}"))
+            asked.append(_plain(text, [value], "qa", f"{name} {value}."))
+            asked += [_choice(rng, text, name, value, values[relation], options) for options in (4, 5)]
+        told = ", ".join(fact for _, fact in about) + "."
+        asked.append(Question(f"Tell me about {name}.", (), told, "freeform", "f1", 64))
+        rng.shuffle(about)
+        sentences += [f"Register of {relation}: {fact}." for relation, fact in about]
+    return Facts(tuple(sentences), tuple(asked))
+
+
+def _choice(rng: random.Random, text: str, name: str, value: str, pool: list[str], options: int) -> Question:
+    others = rng.sample([other for other in pool if other != value], options - 1)
+    shown = rng.sample([value, *others], options)
+    letter = "ABCDE"[shown.index(value)]
+    listed = ", ".join(f"{option} {'ABCDE'[i]}" for i, option in enumerate(shown))
+    return Question(f"{text} {listed}.", (letter,), f"{name} {value} {letter}.", f"choice{options}", "letter")
+
+
+def links(rng: random.Random, size: int) -> Facts:
+    """`size` chains: a number is linked to a name, that to another name, and so on (variable tracking)."""
+    names = rng.sample(LINKS, 4 * size)
+    numbers = rng.sample(NUMBERS, size)
+    chains, asked = [], []
+    for index, number in enumerate(numbers):
+        chain = names[4 * index : 4 * index + rng.choice((3, 4))]
+        chains.append([f"Register of links: {one} {other}." for one, other in pairwise([number, *chain])])
+        told = " ".join(map(str, [number, *chain])) + "."
+        asked.append(_plain(f"Which names is {number} linked to?", chain, "vt", told))
+    sentences = []
+    while any(chains):
+        sentences.append(rng.choice([chain for chain in chains if chain]).pop(0))
+    return Facts(tuple(sentences), tuple(asked))
+
+
+def counted_words(rng: random.Random, family: str, length: int) -> tuple[str, Question]:
+    """A list of `length` words, three of which are frequent, and the question for those three."""
+    pool, name, shares = {
+        "cwe": (ITEMS, "most common words in the word", (0.14, 0.11, 0.08)),
+        "fwe": (CODED, "most frequent words in the coded", (0.30, 0.20, 0.13)),
+    }[family]
+    words = rng.sample(pool, 24)
+    drawn = [word for word, share in zip(words, shares, strict=False) for _ in range(max(round(share * length), 3))]
+    drawn += (words[3:] * (length // 21 + 1))[: max(length - len(drawn), 0)]
+    rng.shuffle(drawn)
+    title = {"cwe": "Word list: ", "fwe": "Coded list: "}[family]
+    return title + " ".join(drawn) + ".", _plain(
+        f"What are the three {name} list?", words[:3], family, ", ".join(words[:3]) + "."
+    )
+
+
+Measure = Callable[[str], int]
+
+
+def filler(rng: random.Random, tokens: int, measure: Measure, noise: float = 0.0) -> list[str]:
+    """Sentences of whole stories up to `tokens` by `measure`; a share `noise` of them of random words instead."""
+    lines: list[str] = []
+    used = 0
+    while True:
+        for line in STORY[rng.randrange(STORIES)]:
+            if rng.random() < noise:
+                line = " ".join(rng.choices(WORDS, k=rng.randint(4, 12))) + "."
+            used += measure(line)
+            if used > tokens:
+                return lines
+            lines.append(line)
+
+
+def strew(rng: random.Random, facts: list[list[str]], lines: list[str]) -> str:
+    """Insert the `facts` at random places between `lines`, each of its lists in order."""
+    placed = [[] for _ in range(len(lines) + 1)]
+    for ordered in facts:
+        for fact, place in zip(ordered, sorted(rng.randrange(len(placed)) for _ in ordered), strict=True):
+            placed[place].append(fact)
+    text = list(placed[0])
+    for line, after in zip(lines, placed[1:], strict=True):
+        text += [line, *after]
+    return " ".join(text)
+
+
+def document(rng: random.Random, kind: str, tokens: int, measure: Measure, noise: float = 0.0) -> Document:
+    """A document of at most `tokens` by `measure` (which is told one sentence at a time) and its questions."""
+    if kind == "words":
+        return _lists(rng, tokens, measure, noise)
+    large = tokens >= 200
+    parts = []
+    if kind in ("needles", "mixed"):
+        parts.append(needles(rng, rng.choice((3, 4, 5, 6)) if large else rng.randint(2, max(tokens // 20, 2))))
+    if kind in ("people", "mixed"):
+        parts.append(people(rng, rng.choice((2, 3)) if large else rng.randint(1, max(tokens // 40, 1))))
+    if kind in ("links", "mixed"):
+        parts.append(links(rng, 2 if large else 1))
+    if kind == "links":
+        parts.append(needle(rng))
+    facts = [list(part.sentences) for part in parts]
+    used = sum(measure(sentence) for part in facts for sentence in part)
+    text = strew(rng, facts, filler(rng, max(tokens - used - 4, 0), measure, noise))
+    return Document(text + "\n", kind, tuple(question for part in parts for question in part.questions))
+
+
+def _lists(rng: random.Random, tokens: int, measure: Measure, noise: float) -> Document:
+    """A document of two word lists with filler around them."""
+    length = max(int(tokens * rng.choice((0.2, 0.3, 0.4))) - 8, 12)
+    made = [counted_words(rng, family, length) for family in rng.sample(("cwe", "fwe"), 2)]
+    lines = filler(rng, tokens - sum(measure(listing) for listing, _ in made) - 4, measure, noise)
+    text = strew(rng, [[listing] for listing, _ in made], lines)
+    return Document(text + "\n", "words", tuple(question for _, question in made))

@@ -1,0 +1,31 @@
+"""The scorer benchmark on a tiny shape: every method is measured, and what it tells adds up."""
+
+import pytest
+import torch
+
+from benchmarks.scorers import Options, markdown, run
+from restorekv.errors import RestoreKVError
+from restorekv.evictors import EVICTORS
+
+TINY = {
+    "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "intermediate_size": 48, "vocab_size": 320,
+}  # fmt: skip
+
+
+def test_every_method_is_measured():
+    heard = []
+    result = run(Options(tokens=96, shape=TINY, threads=torch.get_num_threads()), heard.append)
+    assert {row["method"] for row in result["rows"]} == {*EVICTORS, "am-fast"} - {"kvpress"}
+    for row in result["rows"]:
+        added = row["own_prefill"] + row["score"] - row["prefill"]
+        assert row["multiple"] == pytest.approx(added / row["prefill"])
+        assert f"| {row['method']} |" in markdown(result)
+    assert heard[0] == "making the model" and len(heard) == 1 + len(result["rows"])
+    assert result["model"]["hidden_size"] == 32 and result["tokens"] == 96
+
+
+@pytest.mark.parametrize("bad", [{"methods": ("best",)}, {"tokens": 3}, {"ratio": 0.0}, {"threads": -1}])
+def test_wrong_options_are_refused(bad):
+    with pytest.raises(RestoreKVError):
+        Options(**bad)

@@ -1,0 +1,169 @@
+"""The tail's buffers: what moves, what is shared, what is written over, what gradients see."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from restorekv.cache.ragged import RaggedLayer
+from restorekv.cache.tail import SPARE
+
+HEADS, DIM, RESTORE, SEEN = 2, 4, 3, 11
+
+
+def pair(columns, batch=1):
+    return tuple(torch.randn(batch, HEADS, columns, DIM) for _ in range(2))
+
+
+def make_layer():
+    context = torch.randn(5, DIM), torch.randn(5, DIM)
+    offsets, positions = torch.tensor([0, 2, 5], dtype=torch.int32), torch.arange(5, dtype=torch.int32)
+    return RaggedLayer(*context, offsets, positions, SEEN, *pair(RESTORE))
+
+
+def address(layer):
+    return layer.keys.data_ptr(), layer.values.data_ptr()
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("append"), st.integers(1, 5)),
+        st.tuples(st.just("crop"), st.integers(0, 9)),
+        st.tuples(st.just("to"), st.integers(0, 20)),
+        st.tuples(st.sampled_from(["rewind", "settle", "swap", "double", "reserve", "learn"]), st.just(2)),
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(OPERATIONS)
+def test_equals_tensors_that_are_copied_every_time(operations):
+    """Whatever is done in whatever order, two layers of one context never see each other's writing."""
+    torch.manual_seed(0)
+    mine = make_layer()
+    other = mine.fork()
+    other.update(*pair(2))
+    mine, held = mine.fork(), [x.clone() for x in other.pair]
+    tail, restore = mine.pair, mine.pair
+    for name, number in operations:
+        rows = len(tail[0])
+        if name in ("append", "learn"):
+            new = pair(number, rows)
+            with torch.set_grad_enabled(name == "learn"):
+                mine.update(*new)
+            tail = tuple(torch.cat(both, 2) for both in zip(tail, new, strict=True))
+        elif name == "crop" and number:
+            mine.crop(-number)
+            tail = tuple(x[:, :, : max(x.shape[2] - number, 0)] for x in tail)
+        elif name == "to":
+            mine.crop(SEEN + number)
+            tail = tuple(x[:, :, :number] for x in tail)
+        elif name == "rewind":
+            mine.rewind()
+            tail = tuple(x[:1].expand(rows, -1, -1, -1) for x in restore)
+        elif name == "settle" and rows == 1:
+            mine.settle()
+            restore = tail
+        elif name == "swap":
+            mine.batch_select_indices(torch.arange(rows).flip(0))
+            tail = tuple(x.flip(0) for x in tail)
+        elif name == "double" and rows < 4:
+            mine.batch_repeat_interleave(2)
+            tail = tuple(x.repeat_interleave(2, 0) for x in tail)
+        elif name == "reserve":
+            mine.reserve(mine.columns + 7)
+        assert all(x.equal(y) for x, y in zip(mine.pair, tail, strict=True))
+        assert mine.get_seq_length() == SEEN + tail[0].shape[2]
+    assert all(x.equal(y) for x, y in zip(other.pair, held, strict=True))
+
+
+@torch.no_grad()
+def test_appending_moves_nothing_while_there_is_room():
+    layer = make_layer().fork(2)
+    layer.update(*pair(6, 2))
+    assert layer.room[0].shape[2] == RESTORE + 6  # what may be the only append takes no more than it needs
+    layer.update(*pair(1, 2))
+    first = address(layer)
+    for _ in range(SPARE - 1):
+        layer.update(*pair(1, 2))
+    assert address(layer) == first and layer.columns == RESTORE + 6 + SPARE
+    layer.rewind()
+    layer.update(*pair(2, 2))
+    assert address(layer) == first and layer.columns == RESTORE + 2
+
+
+@torch.no_grad()
+def test_room_grows_with_the_tail():
+    """So that n appends copy a multiple of n columns in all, not of n squared."""
+    layer, moved, last = make_layer().fork(), 0, None
+    for _ in range(3000):
+        layer.update(*pair(1))
+        moved += layer.columns if layer.room[0].data_ptr() != last else 0
+        last = layer.room[0].data_ptr()
+    assert layer.columns == 3003 and moved < 5 * 3003 and layer.room[0].shape[2] < 1.3 * 3003
+
+
+@torch.no_grad()
+def test_reserved_buffers_stay_where_they_are():
+    layer = make_layer().fork(3)
+    layer.reserve(40)
+    first = address(layer)
+    for _ in range(3):
+        layer.update(*pair(37, 3))
+        assert address(layer) == first
+        layer.rewind()
+
+
+@torch.no_grad()
+def test_what_is_written_after_a_crop_into_the_restore_cache_is_not_restored():
+    layer = make_layer()
+    restore = [x.clone() for x in layer.pair]
+    layer.update(*pair(4))
+    layer.crop(SEEN + 1)
+    layer.update(*pair(4))
+    layer.rewind()
+    assert all(x.equal(y) for x, y in zip(layer.pair, restore, strict=True))
+
+
+@torch.no_grad()
+def test_held_tensors_are_the_buffers():
+    layer = make_layer()
+    alone = sum(x.nbytes for x in layer.tensors())
+    layer.reserve(50)
+    assert sum(x.nbytes for x in layer.tensors()) - alone == 2 * HEADS * 50 * DIM * 4
+    layer.update(*pair(4))
+    layer.settle()
+    assert sum(x.untyped_storage().nbytes() for x in layer.pair) == 2 * HEADS * (RESTORE + 4) * DIM * 4
+
+
+def test_gradients_pass_through_appends():
+    layer, new = make_layer().fork(), [x.requires_grad_() for x in pair(2)]
+    with torch.no_grad():
+        layer.update(*pair(1))
+    layer.update(*new)
+    kept = layer.keys
+    layer.update(*pair(1))
+    assert kept.shape[2] == RESTORE + 3 and layer.room is None
+    (layer.keys.sum() + 2 * layer.values.sum()).backward()
+    assert [x.grad.unique().tolist() for x in new] == [[1.0], [2.0]]
+
+
+def test_a_tail_of_inference_mode_goes_on_outside_of_it():
+    layer = make_layer().fork()
+    with torch.inference_mode():
+        layer.update(*pair(2))
+        layer.update(*pair(1))
+    with torch.no_grad():
+        layer.update(*pair(1))
+    assert layer.columns == RESTORE + 4
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_forks_begin_at_the_restore_cache(rows):
+    layer = make_layer()
+    with torch.no_grad():
+        layer.update(*pair(5))
+        fork = layer.fork(rows)
+        assert fork.columns == RESTORE and fork.room is None and len(fork.keys) == rows
+        assert fork.plans is layer.plans and fork.context_keys is layer.context_keys

@@ -1,0 +1,154 @@
+"""The commands do what the library does, and write the same figures for programs."""
+
+import json
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+import torch
+
+from restorekv import __version__
+from restorekv.cli import COMMANDS
+from restorekv.cli.train import HELP
+from restorekv.compression.context import CompressedContext
+from restorekv.evaluation.survivors import Survivors
+from restorekv.model.load import load_model
+from restorekv.train.config import TrainConfig
+from tests.helpers.cli_world import QUESTION, TEXT, World, build_world, cli
+
+TRAIN = ("--restore-tokens", 2, "--rank", 2, "--warmup", 1, "--max-new-tokens", 4, "--ratio-min", 0.1)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, tiny_tokenizer) -> World:
+    return build_world(tmp_path_factory.mktemp("world"), tiny_tokenizer)
+
+
+def compress(world: World, out, *more: object, text: str | None = None, stdin: bytes = b""):
+    result = cli("compress", text or world.text, "--model", world.model, "-o", out, *more, stdin=stdin)
+    assert result.code == 0, result.err
+    return result
+
+
+def test_help_lists_the_commands_without_loading_pytorch():
+    probe = "import sys, restorekv.cli as c; c.execute(['--help']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith("False")
+    assert all(name in done.stdout for name in COMMANDS)
+    assert cli().out == cli("--help").out
+    assert cli("--version").out == f"restorekv {__version__}\n"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name):
+    result = cli(name, "--help")
+    assert result.code == 0 and "Usage" in result.out and not result.err
+
+
+def test_compress_then_ask_as_the_library_does(world, tmp_path):
+    out, figures = tmp_path / "doc.rkv", tmp_path / "figures.json"
+    told = compress(world, out, "--ratio", "0.3", "--adapter", world.adapter, "--json", figures)
+    assert not told.err
+    made = json.loads(figures.read_text())
+    tokens, shape = made["tokens"], made["shape"]
+    assert made["pairs"] == 3 * tokens * shape["layers"] * shape["heads"] // 10
+    assert made["restore_tokens"] == 8 and made["file_bytes"] == out.stat().st_size
+    assert f"{made['pairs']:,} KV pairs" in told.out
+
+    loaded = CompressedContext.load(out, *load_model(world.model))
+    expected = loaded.ask([QUESTION, "is the code seven?"], 6)
+    one = cli("ask", out, QUESTION, "--model", world.model, "--max-new-tokens", 6)
+    assert one.code == 0 and one.out == expected[0] + "\n"
+    assert cli("ask", out, QUESTION, "--max-new-tokens", 6).out == one.out  # the file names its model
+    answers = tmp_path / "answers.json"
+    both = cli(
+        "ask", out, QUESTION, "is the code seven?", "--model", world.model, "--max-new-tokens", 6, "--json", answers
+    )
+    assert both.code == 0, both.err
+    rows = json.loads(answers.read_text())["answers"]
+    assert [row["answer"] for row in rows] == expected and {row["file"] for row in rows} == {str(out)}
+
+
+def test_several_files_answer_in_one_batch(world, tmp_path):
+    files, loaded = [tmp_path / "one.rkv", tmp_path / "two.rkv"], load_model(world.model)
+    for file, ratio in zip(files, ("0.3", "0.9"), strict=True):
+        compress(world, file, "--ratio", ratio)
+    told, answers = ("--model", world.model, "--max-new-tokens", 6), tmp_path / "answers.json"
+    both = cli("ask", *files, QUESTION, "is the code seven?", *told, "--json", answers)
+    assert both.code == 0 and f"{files[1]}: {QUESTION}" in both.out
+    rows = json.loads(answers.read_text())["answers"]
+    assert [(row["file"], row["question"]) for row in rows] == [
+        (str(file), question) for file in files for question in (QUESTION, "is the code seven?")
+    ]
+    alone = [CompressedContext.load(file, *loaded).ask([QUESTION, "is the code seven?"], 6) for file in files]
+    assert [row["answer"] for row in rows] == alone[0] + alone[1]
+    assert "no question" in cli("ask", *files, *told).err
+
+
+def test_compress_takes_stdin_tokens_per_head_and_every_policy(world, tmp_path):
+    figures = tmp_path / "figures.json"
+    out = tmp_path / "doc.rkv"
+    compress(world, out, "--tokens-per-head", 10, "--json", figures, text="-", stdin=TEXT.encode())
+    made = json.loads(figures.read_text())
+    assert made["pairs"] == 10 * made["shape"]["layers"] * made["shape"]["heads"] and made["adapter"] is None
+    tight = ("--ratio", "0.01", "--adapter", world.adapter)
+    compress(world, out, *tight, "--on-tight", "fewer", "--prefix-policy", "counted", "--json", figures)
+    made = json.loads(figures.read_text())
+    assert made["restore_tokens"] < 8 and made["prefix_policy"] == "counted" and made["on_tight"] == "fewer"
+
+
+def test_a_mismatched_evictor_is_one_line_of_warning(world, tmp_path):
+    told = compress(world, tmp_path / "doc.rkv", "--evictor", "kvzip+", "--ratio", "0.3", "--adapter", world.adapter)
+    assert told.err.startswith("warning: ") and told.err.count("\n") == 1 and "kvzip+" in told.err
+
+
+def test_inspect_shows_text_figures_and_picture(world, tmp_path):
+    plot, figures = tmp_path / "plot.png", tmp_path / "figures.json"
+    told = cli("inspect", world.cache, "--plot", plot, "--json", figures)
+    assert told.code == 0 and not told.err, told.err
+    assert "Context tokens kept" in told.out and "seven" in told.out.replace("·", "") + "seven"
+    assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 10_000
+    made = json.loads(figures.read_text())
+    kept = torch.tensor(made["kept_per_head"])
+    restored = made["restore_tokens"] * kept.numel()
+    assert int(kept.sum()) + restored == made["pairs"]
+    assert len(made["share_per_position"]) == made["prefix"] + made["tokens"]
+    assert sum(made["share_per_layer"]) == pytest.approx(1, abs=1e-5)
+    svg = cli("inspect", world.cache, "--plot", tmp_path / "plot.svg", "--tokens", 0)
+    assert svg.code == 0 and "<svg" in (tmp_path / "plot.svg").read_text()
+
+
+def test_survivors_agree_with_the_cache(world):
+    survivors = Survivors.of_file(world.root / "cache")
+    loaded = CompressedContext.load(world.cache, *load_model(world.model))
+    assert torch.equal(survivors.keep.sum(-1), loaded.cache.lengths)
+    for layer, keep in zip(loaded.cache.layers, survivors.keep, strict=True):
+        assert torch.equal(keep.nonzero()[:, 1].int(), layer.positions)
+
+
+def test_train_has_a_flag_for_every_setting():
+    assert set(HELP) == {field.name for field in fields(TrainConfig)}
+
+
+def test_train_resume_and_use_the_adapter(world, tmp_path):
+    run = tmp_path / "run"
+    common = ("train", "--data", world.data, "--model", world.model, "--out", run, *TRAIN)
+    done = cli(*common, "--steps", 2, "--checkpoint-every", 1)
+    assert done.code == 0 and "step 2/2" in done.err, done.err
+    again = cli(*common, "--steps", 2, "--resume")
+    assert again.code == 0, again.err
+    assert len((run / "loss.csv").read_text().splitlines()) == 3
+    told = compress(world, tmp_path / "doc.rkv", "--ratio", "0.2", "--adapter", run / "adapter")
+    assert "n = 2" in told.out
+
+
+def test_a_file_is_replaced_only_by_a_whole_one(world, tmp_path):
+    out = tmp_path / "doc.rkv"
+    compress(world, out, "--ratio", "0.2")
+    before = out.read_bytes()
+    failed = cli("compress", world.text, "--model", world.model, "-o", out, "--ratio", "7")
+    assert failed.code == 1 and out.read_bytes() == before
+    compress(world, out, "--ratio", "0.4")
+    assert len(out.read_bytes()) > len(before)
+    assert list(tmp_path.iterdir()) == [out]

@@ -1,0 +1,306 @@
+"""Compression end to end on tiny models: exact budgets, one preparation for all, answers that survive a file."""
+
+import json
+import subprocess
+import sys
+from fractions import Fraction
+
+import pytest
+import torch
+
+from restorekv.compression.budget import Budget
+from restorekv.compression.compressor import PRESETS, Eviction, chosen_evictor, compress
+from restorekv.compression.context import CompressedContext, size
+from restorekv.compression.context_file import read
+from restorekv.compression.generate import ask
+from restorekv.errors import AdapterError, BudgetError, CacheFileError, RestoreKVError, RestoreKVWarning
+from restorekv.model.prompt import BETWEEN, make_context
+from restorekv.model.shape import CacheShape
+from restorekv.restore.adapter import RestoreAdapter
+from tests.helpers.models import build_model
+
+TEXT = "The code of the red house is seven. The blue house has a green door, and nobody lives there. " * 2
+QUESTIONS = ["Which code?", "Who lives in the blue house, and why?", "Green?"]
+TOKENS = 4  # restore tokens
+
+
+def make_adapter(model):
+    adapter = RestoreAdapter.create(model, TOKENS, rank=2, alpha=4, seed=0)
+    with torch.no_grad():
+        for name, parameter in adapter.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return adapter
+
+
+@pytest.fixture
+def case(tiny_model, tiny_tokenizer):
+    return tiny_model, tiny_tokenizer, TEXT
+
+
+@pytest.mark.parametrize("evictor", ["kvzip", "kvzip+"])
+@pytest.mark.parametrize("policy", ["free", "counted"])
+@pytest.mark.parametrize("restored", [False, True])
+def test_pairs_are_the_budget(case, evictor, policy, restored):
+    model, tokenizer, text = case
+    adapter = make_adapter(model) if restored else None
+    prepared = Eviction.make(evictor, adapter, prefix_policy=policy).prepare(model, tokenizer, text)
+    context, shape = prepared.context, CacheShape.of(model)
+    columns = context.tokens if policy == "free" else context.positions
+    for ratio in ["1", "0.5", "0.3", "0.1", "0.071"]:
+        cache = prepared.at(ratio)
+        total = Fraction(ratio) * columns * shape.layers * shape.heads // 1
+        outside = context.prefix * shape.layers * shape.heads if policy == "free" else 0
+        assert cache.pairs == total + outside
+        assert cache.restore == (TOKENS if restored else 0)
+        assert cache.get_seq_length() == context.positions + cache.restore
+        base = prepared.at(ratio, restored=False)
+        assert (base.pairs, base.restore) == (cache.pairs, 0)
+
+
+def test_evictors_keep_the_best_scores(case):
+    model, tokenizer, text = case
+    prepared = Eviction.make("kvzip", prefix_policy="counted").prepare(model, tokenizer, text)
+    scores, prefix = prepared.competing(), prepared.context.prefix
+    assert scores.shape[-1] == prepared.context.positions
+    first = max(prefix, 4)
+    assert scores[..., first:].equal(prepared.scores[..., first - prefix :])
+    assert scores[..., :4].isposinf().all() and scores[..., 4:prefix].isneginf().all()
+    cache = prepared.at(0.2)
+    kept = torch.zeros_like(scores, dtype=torch.bool)
+    for index, layer in enumerate(cache.layers):
+        for head in range(layer.heads):
+            kept[index, head, layer.positions[layer.bounds[head] : layer.bounds[head + 1]].long()] = True
+    assert scores[kept].min() >= scores[~kept].max()
+
+
+def test_one_preparation_serves_every_budget(case):
+    model, tokenizer, text = case
+    adapter = make_adapter(model)
+    eviction = Eviction.make("kvzip")
+    prepared = eviction.prepare(model, tokenizer, text)
+    restored = prepared.with_restore_cache(adapter)
+    assert prepared.full.get_seq_length() == prepared.context.positions
+    assert all(keys.shape[-2] == TOKENS for keys, _ in restored.restore_cache)
+    for ratio in (0.4, 0.1):
+        for adapter_used, cache in [(None, prepared.at(ratio)), (adapter, restored.at(ratio))]:
+            made = compress(*case, ratio=ratio, adapter=adapter_used)
+            for ours, theirs in zip(made.cache.layers, cache.layers, strict=True):
+                assert all(a.equal(b) for a, b in zip(ours.tensors(), theirs.tensors(), strict=True))
+    with pytest.raises(RestoreKVError, match="already"):
+        restored.with_restore_cache(adapter)
+
+
+def test_everything_kept_answers_as_the_plain_model(case):
+    model, tokenizer, text = case
+    made = compress(model, tokenizer, text, ratio=1)
+    for question in QUESTIONS:
+        inputs = made.inputs(question)
+        plain = model.generate(**inputs, max_new_tokens=12, do_sample=False, pad_token_id=0)
+        words = tokenizer.decode(plain[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert made.ask(question, 12) == made.generate(question, max_new_tokens=12) == words
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_ask_generate_save_load(case, tmp_path, restored):
+    model, tokenizer, text = case
+    made = compress(model, tokenizer, text, ratio=0.2, adapter=make_adapter(model) if restored else None)
+    answers = made.ask(QUESTIONS, 12)
+    assert answers == [made.ask(question, 12) for question in QUESTIONS]
+    assert answers == [made.generate(question, max_new_tokens=12) for question in QUESTIONS]
+    made.save(tmp_path / "doc.rkv")
+    loaded = CompressedContext.load(tmp_path / "doc.rkv", model, tokenizer)
+    assert loaded.ask(QUESTIONS, 12) == answers and loaded.manifest == made.manifest
+    assert repr(loaded) == repr(made)
+
+
+def test_a_new_process_gives_the_same_answers(case, tmp_path):
+    model, tokenizer, text = case
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    made = compress(model, tokenizer, text, ratio=0.2, adapter=make_adapter(model))
+    made.save(tmp_path / "doc.rkv")
+    script = (
+        "import json, sys, torch; torch.set_num_threads(1)\n"
+        "from restorekv.compression.context import CompressedContext\n"
+        "from restorekv.model.load import load_model\n"
+        "made = CompressedContext.load(sys.argv[2], *load_model(sys.argv[1], dtype='float32'))\n"
+        "print(json.dumps(made.ask(json.loads(sys.argv[3]), 12)))"
+    )
+    command = [sys.executable, "-c", script, tmp_path / "model", tmp_path / "doc.rkv", json.dumps(QUESTIONS)]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert json.loads(printed.splitlines()[-1]) == made.ask(QUESTIONS, 12)
+
+
+def test_the_wrong_model_is_refused(case, tiny_tokenizer, tmp_path):
+    model, tokenizer, text = case
+    path = tmp_path / "doc.rkv"
+    compress(model, tokenizer, text, ratio=0.2).save(path)
+    family = model.config.model_type
+    with pytest.raises(CacheFileError, match="another model"):
+        CompressedContext.load(path, build_model(family, seed=1), tokenizer)
+    rope = {"rope_type": "default", "rope_theta": 5000.0}
+    with pytest.raises(CacheFileError, match="RoPE"):
+        CompressedContext.load(path, build_model(family, rope_parameters=rope), tokenizer)
+    with pytest.raises(CacheFileError, match="float32"):
+        CompressedContext.load(path, build_model(family).bfloat16(), tokenizer)
+    other = type(tiny_tokenizer)(tokenizer_object=tiny_tokenizer.backend_tokenizer)
+    with pytest.warns(RestoreKVWarning, match="chat template"):
+        CompressedContext.load(path, build_model(family), other)
+
+
+def test_repr_and_manifest_tell_what_is_held(case, tmp_path):
+    model, tokenizer, text = case
+    made = compress(model, tokenizer, text, ratio=0.2, adapter=make_adapter(model))
+    m, shown = made.manifest, repr(made)
+    assert m.bytes_held == made.cache.nbytes and m.pairs_held == made.cache.pairs
+    assert m.pairs + m.pairs_of_prefix == m.pairs_held
+    for part in [f"T = {m.tokens}", f"{m.pairs:,}", size(m.bytes_full), size(m.bytes_held), "prefill", "score"]:
+        assert part in shown
+    assert set(m.seconds) == {"prefill", "score", "restore", "evict"}
+    made.save(tmp_path / "doc.rkv")
+    assert read(tmp_path / "doc.rkv")[2] == m
+
+
+def test_streaming(case, capsys):
+    made = compress(*case, ratio=0.5)
+    answer = made.ask(QUESTIONS[0], 12, stream=True)
+    assert capsys.readouterr().out == answer + "\n"
+    pieces = []
+    assert made.ask(QUESTIONS[0], 12, stream=pieces.append) == "".join(pieces) == answer
+
+
+def test_tokens_per_head(case):
+    model, tokenizer, text = case
+    shape = CacheShape.of(model)
+    made = compress(model, tokenizer, text, tokens_per_head=9, adapter=make_adapter(model))
+    assert made.manifest.pairs == 9 * shape.layers * shape.heads
+
+
+def test_tight_policies(case):
+    model, tokenizer, text = case
+    shape, adapter = CacheShape.of(model), make_adapter(model)
+    per_layer = shape.layers * shape.heads
+    with pytest.raises(BudgetError, match="smallest workable ratio"):
+        compress(model, tokenizer, text, tokens_per_head=2, adapter=adapter)
+    fewer = compress(model, tokenizer, text, tokens_per_head=2, adapter=adapter, on_tight="fewer")
+    assert (fewer.cache.restore, fewer.manifest.pairs, fewer.manifest.restore_tokens) == (2, 2 * per_layer, 2)
+    clip = compress(model, tokenizer, text, tokens_per_head=2, adapter=adapter, on_tight="clip")
+    assert (clip.cache.restore, clip.manifest.pairs) == (TOKENS, TOKENS * per_layer)
+    # The first tokens of a causal restore pass do not depend on the later ones.
+    assert fewer.cache.layers[-1].restore_keys.equal(clip.cache.layers[-1].restore_keys[:, :, :2])
+
+
+BAD = [
+    ({"context": ""}, "context is empty"),
+    ({"context": None}, "context is text"),
+    ({"ratio": 0}, "above 0"),
+    ({"ratio": 1.5}, "above 0"),
+    ({"ratio": float("nan")}, "above 0"),
+    ({"ratio": "much"}, "above 0"),
+    ({"tokens_per_head": 0}, "whole number"),
+    ({"tokens_per_head": 10**6}, "more than the"),
+    ({"ratio": 0.1, "tokens_per_head": 5}, "not both"),
+    ({"evictor": "magic"}, "magic"),
+    ({"prefix_policy": "maybe"}, "prefix_policy"),
+    ({"on_tight": "maybe"}, "on_tight"),
+    ({"adapter": "/no/such/adapter"}, "adapter"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD, ids=[str(change) for change, _ in BAD])
+def test_bad_input_is_refused_in_one_sentence(case, change, message):
+    model, tokenizer, text = case
+    options = {"context": text, **change}
+    with pytest.raises(RestoreKVError, match=message) as caught:
+        compress(model, tokenizer, options.pop("context"), **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_contexts_shorter_than_the_restore_cache(case):
+    model, tokenizer, _ = case
+    with pytest.raises(BudgetError, match="restore tokens"):
+        compress(model, tokenizer, "a", ratio=1, adapter=make_adapter(model))
+
+
+def test_adapters_for_another_model_are_refused_and_leave_nothing(case, tmp_path):
+    model, tokenizer, text = case
+    family = model.config.model_type
+    other = build_model(family, seed=1)
+    make_adapter(other).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(AdapterError):
+        compress(model, tokenizer, text, adapter=tmp_path / "adapter", ratio=0.2)
+    assert not any("lora" in name for name, _ in model.named_parameters())
+
+
+def test_an_adapter_from_disk_is_as_the_one_in_memory(case, tmp_path):
+    model, tokenizer, text = case
+    adapter = make_adapter(model)
+    made = compress(model, tokenizer, text, adapter=adapter, ratio=0.2)
+    adapter.save_pretrained(tmp_path / "adapter")
+    again = compress(model, tokenizer, text, adapter=tmp_path / "adapter", ratio=0.2)
+    assert not any("lora" in name for name, _ in model.named_parameters())
+    assert again.manifest.adapter == made.manifest.adapter
+    for ours, theirs in zip(made.cache.layers, again.cache.layers, strict=True):
+        torch.testing.assert_close(ours.restore_keys, theirs.restore_keys, rtol=1e-5, atol=1e-6)
+        assert ours.context_keys.equal(theirs.context_keys)
+
+
+def test_adapters_of_another_model_object_or_evictor(case):
+    model, tokenizer, text = case
+    with pytest.raises(AdapterError, match="another model object"):
+        compress(model, tokenizer, text, adapter=make_adapter(build_model(model.config.model_type)), ratio=0.2)
+    adapter = make_adapter(model)
+    adapter.describe(evictor="kvzip+")
+    with pytest.warns(RestoreKVWarning, match="kvzip\\+, not kvzip"):
+        compress(model, tokenizer, text, adapter=adapter, ratio=0.2)
+
+
+def test_automatic_adapters_are_for_the_bundled_model_alone(case):
+    assert compress(*case, adapter="auto", ratio=0.2).manifest.adapter is None
+
+
+def test_budgets_of_another_context_are_refused(case):
+    model, tokenizer, text = case
+    prepared = Eviction.make("kvzip").prepare(model, tokenizer, text)
+    with pytest.raises(BudgetError, match="make another"):
+        prepared.at(Budget.of_ratio(0.1, 7, 3, 2))
+    shape = CacheShape.of(model)
+    with pytest.raises(BudgetError, match="prepare with an adapter"):
+        prepared.at(Budget.of_ratio(0.5, prepared.context.tokens, shape.layers, shape.heads, 2))
+
+
+def test_contexts_may_come_ready_made(case):
+    model, tokenizer, text = case
+    context = make_context(tokenizer, text, BETWEEN)
+    prepared = Eviction.make("kvzip").prepare(model, tokenizer, context)
+    answers = ask(model, tokenizer, context, prepared.at(0.2), QUESTIONS, 8)
+    assert answers == compress(*case, ratio=0.2).ask(QUESTIONS, 8)
+
+
+def test_the_first_tokens_of_a_nested_adapter_work_alone(tiny_model, tiny_tokenizer):
+    whole = RestoreAdapter.create(tiny_model, 4, rank=2)
+    with torch.no_grad():
+        for value in whole.tensors.values():
+            value.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
+    whole.describe(evictor="kvzip", settings={"nested": True})
+    made = compress(tiny_model, tiny_tokenizer, TEXT, ratio=0.5, adapter=whole, restore_tokens=2)
+    assert made.manifest.restore_tokens == 2 and made.manifest.adapter["restore_tokens"] == 2
+    prepared = Eviction.make("kvzip").prepare(tiny_model, tiny_tokenizer, TEXT).with_restore_cache(whole)
+    expected = prepared.at(0.5, 2)
+    for one, other in zip(made.cache.layers, expected.layers, strict=True):
+        torch.testing.assert_close(one.restore_keys, other.restore_keys)
+        assert torch.equal(one.context_keys, other.context_keys)
+    whole.describe(evictor="kvzip", settings={"nested": False})
+    with pytest.warns(RestoreKVWarning, match="not trained to work with 2 of its 4"):
+        compress(tiny_model, tiny_tokenizer, TEXT, ratio=0.5, adapter=whole, restore_tokens=2)
+    with pytest.raises(AdapterError, match="from 1 to the adapter's 4, not 5"):
+        compress(tiny_model, tiny_tokenizer, TEXT, ratio=0.5, adapter=whole, restore_tokens=5)
+
+
+def test_a_preset_stands_for_an_evictor():
+    assert (chosen_evictor(None, None), chosen_evictor("h2o", None)) == ("kvzip", "h2o")
+    assert {name: chosen_evictor(None, name) for name in PRESETS} == {"fast": "fastkvzip", "best": "kvzip"}
+    for evictor, preset in (("h2o", "fast"), (None, "slow")):
+        with pytest.raises(RestoreKVError, match="preset"):
+            chosen_evictor(evictor, preset)

@@ -1,0 +1,111 @@
+"""Steps of fixed work: answers as of growing tails, nothing a CUDA graph cannot hold, few graphs of the compiler."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from restorekv.cache.ragged import RaggedCache, RaggedLayer
+from restorekv.compression.decode_graph import Steps
+from restorekv.compression.generate import ask, ask_each, greedy
+from restorekv.model import attention
+from restorekv.model.prompt import make_context, question_ids
+from tests.compression.test_generate import QUESTIONS, TEXT, make_cache
+from tests.helpers.models import build_model
+
+
+@pytest.fixture
+def case(tiny_model, tiny_tokenizer):
+    context = make_context(tiny_tokenizer, TEXT)
+    return tiny_model, tiny_tokenizer, context, make_cache(tiny_model, context)
+
+
+@pytest.mark.parametrize("limits", [20, [1, 7, 20], [1, 1, 1]])
+def test_answers_are_those_of_growing_tails(case, limits):
+    questions = QUESTIONS[:3]
+    plain = ask(*case, questions, limits)
+    assert ask(*case, questions, limits, graph=True) == plain
+    assert ask(*case, questions[:1], 20, graph=True) == ask(*case, questions[:1], 20)
+    assert ask(*case, questions, limits) == plain  # the cache itself is as it was
+
+
+def test_rows_that_have_ended_go_on_unheard(case):
+    """Every row has a token that ends it somewhere; what comes later is not told, and others are not disturbed."""
+    model, tokenizer, context, cache = case
+    prompts = [question_ids(tokenizer, context, question)[0] for question in QUESTIONS[:3]]
+    plain = greedy(model, [cache] * 3, prompts, [20] * 3, set())
+    stops = {plain[0][4], plain[1][9]}
+    ended = greedy(model, [cache] * 3, prompts, [20] * 3, stops)
+    assert {len(row) for row in ended} != {20}
+    assert greedy(model, [cache] * 3, prompts, [20] * 3, stops, graph=True) == ended
+
+
+def test_documents_of_different_tails(tiny_model, tiny_tokenizer):
+    made = []
+    for text, restore in ((TEXT, 4), (TEXT[::-1], 0)):
+        context = make_context(tiny_tokenizer, text)
+        made.append((context, make_cache(tiny_model, context, restore)))
+    rows = [(*each, question) for each in made for question in QUESTIONS[:2]]
+    plain = ask_each(tiny_model, tiny_tokenizer, rows, 12)
+    assert ask_each(tiny_model, tiny_tokenizer, rows, 12, graph=True) == plain
+
+
+class Told(TorchDispatchMode):
+    """Fails for what a graph being captured refuses: a number read by the host, a tensor from another device."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.name()
+        assert "_local_scalar_dense" not in name and "nonzero" not in name, name
+        devices = {x.device.type for x in (*args, *(kwargs or {}).values()) if isinstance(x, torch.Tensor)}
+        assert devices <= {"meta"}, (name, devices)
+        return function(*args, **(kwargs or {}))
+
+
+def meta_steps(model):
+    """Steps on a device of shapes without numbers."""
+    layers, offsets = [], torch.tensor([0, 3, 8], dtype=torch.int32)
+    for _ in range(2):
+        context, restored = torch.empty(2, 8, 16, device="meta"), torch.empty(2, 1, 2, 4, 16, device="meta")
+        layers.append(RaggedLayer(*context, offsets, offsets.to("meta"), 30, *restored).fork(2))
+    ids = torch.zeros(2, 1, dtype=torch.long, device="meta")
+    return Steps(model, RaggedCache(layers), ids, ids + 34, ids.new_ones(2, 4, dtype=torch.bool), 5)
+
+
+def test_a_step_reads_nothing_on_the_host(monkeypatch):
+    """But for attention itself, whose launches test_tiles.py looks at: the second step, which a GPU captures."""
+    model = build_model("qwen3", num_hidden_layers=2).to("meta")
+    monkeypatch.setattr(attention, "choose", lambda query, layer: shaped)
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # transformers 5.2 asks both of this device,
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # which they do not know
+    steps = meta_steps(model)
+    steps()
+    with Told():
+        steps()
+
+
+def shaped(query, layer, mask, scale):
+    """What a backend gives, but for its numbers."""
+    assert mask.shape[-1] == layer.columns == 4 + 5
+    return torch.empty_like(query)
+
+
+@pytest.mark.slow
+def test_the_compiler_traces_few_graphs_whole(tiny_tokenizer):
+    model = build_model("qwen3")
+    context = make_context(tiny_tokenizer, TEXT)
+    cache = make_cache(model, context)
+    prompts = [question_ids(tiny_tokenizer, context, question)[0] for question in QUESTIONS[:2]]
+    traced = []
+
+    def backend(graph, inputs):
+        traced.append(graph)
+        return graph
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for graph, most in ((True, 2), (False, 5)):  # the questions and a step; growing tails are a few sizes more
+        expected = greedy(model, [cache] * 2, prompts, [30, 30], set(), graph=graph)
+        torch._dynamo.reset()
+        traced.clear()
+        assert greedy(compiled, [cache] * 2, prompts, [30, 30], set(), graph=graph) == expected
+        assert len(traced) <= most

@@ -1,0 +1,115 @@
+"""Answers: ask against transformers' generate, order and batching, stopping, streaming."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from restorekv.cache.ragged import RaggedCache
+from restorekv.compression.generate import answer_ids, ask, generate_inputs, stop_ids
+from restorekv.errors import RestoreKVError
+from restorekv.model.prompt import make_context, question_ids
+from restorekv.model.shape import CacheShape
+from tests.helpers.models import build_model
+
+TEXT = "The code of the red house is seven. The blue house has a green door. " * 3
+QUESTIONS = ["Which code?", "Who lives in the blue house, and why?", "?", "Tell me about the red house."]
+
+
+def make_cache(model, context, restore=4, share=0.4):
+    """Random pairs and, as restore cache, whatever ids 7, 8, ... leave behind the context."""
+    full = DynamicCache(config=model.config)
+    more = torch.arange(7, 7 + restore)[None]
+    with torch.no_grad():
+        model(torch.cat([context.ids, more], 1), past_key_values=full, use_cache=True)
+    shape = CacheShape.of(model)
+    generator = torch.Generator().manual_seed(3)
+    return RaggedCache.from_dense(
+        full, torch.rand(shape.layers, shape.heads, context.positions, generator=generator) < share
+    )
+
+
+@pytest.fixture
+def case(tiny_model, tiny_tokenizer):
+    context = make_context(tiny_tokenizer, TEXT)
+    return tiny_model, tiny_tokenizer, context, make_cache(tiny_model, context)
+
+
+@pytest.mark.parametrize("restore", [0, 4])
+def test_ask_is_generate(tiny_model, tiny_tokenizer, restore):
+    context = make_context(tiny_tokenizer, TEXT)
+    cache = make_cache(tiny_model, context, restore)
+    for question in QUESTIONS:
+        inputs = generate_inputs(tiny_tokenizer, context, cache, question)
+        result = tiny_model.generate(
+            **inputs, past_key_values=cache.fork(), max_new_tokens=20, do_sample=False, pad_token_id=0
+        )
+        theirs = result[0, inputs["input_ids"].shape[1] :].tolist()
+        asked = question_ids(tiny_tokenizer, context, question)
+        assert answer_ids(tiny_model, tiny_tokenizer, cache, [asked], 20)[0].tolist() == theirs
+
+
+def test_order_and_batches_do_not_matter(case):
+    together = ask(*case, QUESTIONS, 20)
+    assert ask(*case, QUESTIONS[::-1], 20) == together[::-1]
+    assert [ask(*case, [question], 20)[0] for question in QUESTIONS] == together
+    many = [f"{question} {number}" for number in range(5) for question in QUESTIONS]
+    assert ask(*case, many, 3) == [ask(*case, [question], 3)[0] for question in many]
+    assert case[3].get_seq_length() == case[2].positions + 4  # the cache itself never grew
+
+
+def test_first_token_can_end_the_answer(case):
+    model, tokenizer, context, cache = case
+    prompt = question_ids(tokenizer, context, QUESTIONS[0])
+    first = int(answer_ids(model, tokenizer, cache, [prompt], 1)[0])
+    model.generation_config.eos_token_id = [5, first]
+    assert stop_ids(model, tokenizer) == {5, first}
+    assert answer_ids(model, tokenizer, cache, [prompt], 20)[0].tolist() == [first]
+    assert ask(model, tokenizer, context, cache, QUESTIONS[:1], 20) == [""]
+
+
+def test_each_question_may_have_its_own_limit(case):
+    model, tokenizer, context, cache = case
+    prompts = [question_ids(tokenizer, context, question) for question in QUESTIONS]
+    model.generation_config.eos_token_id = 319
+    lengths = [len(answer) for answer in answer_ids(model, tokenizer, cache, prompts, [1, 5, 2, 7])]
+    assert all(found <= limit for found, limit in zip(lengths, [1, 5, 2, 7], strict=True)) and max(lengths) > 2
+
+
+def test_stream_gives_the_answer_in_pieces(case):
+    pieces = []
+    answer = ask(*case, QUESTIONS[:1], 20, stream=pieces.append)[0]
+    assert "".join(pieces) == answer and len(pieces) > 1
+    with pytest.raises(RestoreKVError, match="single question"):
+        ask(*case, QUESTIONS, 20, stream=pieces.append)
+
+
+@pytest.mark.parametrize("limit", [0, -1, [1], [1, 2, 3, 0]])
+def test_refused_limits(case, limit):
+    with pytest.raises(RestoreKVError, match="max_new_tokens"):
+        ask(*case, QUESTIONS, limit)
+
+
+def test_no_questions_no_answers(case):
+    assert ask(*case, [], 5) == []
+
+
+def test_generating_in_batches_and_with_beams(tiny_tokenizer):
+    """transformers' own batching over the shared context, left padding behind the restore cache."""
+    model = build_model("qwen3")
+    context = make_context(tiny_tokenizer, TEXT)
+    cache = make_cache(model, context)
+    made = [generate_inputs(tiny_tokenizer, context, cache, question) for question in QUESTIONS]
+    past, width = cache.get_seq_length(), max(one["input_ids"].shape[1] for one in made)
+    ids, mask = torch.zeros(len(made), width, dtype=torch.long), torch.zeros(len(made), width, dtype=torch.long)
+    for row, one in enumerate(made):
+        asked = one["input_ids"][0, past:]
+        ids[row, :past], mask[row, :past] = one["input_ids"][0, :past], 1
+        ids[row, width - len(asked) :], mask[row, width - len(asked) :] = asked, 1
+    model.generation_config.eos_token_id = 319
+    tiny = dict(max_new_tokens=6, do_sample=False, pad_token_id=0)
+    result = model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache.fork(4), **tiny)[:, width:]
+    prompts = [question_ids(tiny_tokenizer, context, question) for question in QUESTIONS]
+    alone = answer_ids(model, tiny_tokenizer, cache, prompts, 6)
+    assert [row[: len(one)].tolist() for row, one in zip(result, alone, strict=True)] == [x.tolist() for x in alone]
+    beams = model.generate(**made[0], past_key_values=cache.fork(3), num_beams=3, **tiny)
+    assert beams.shape[1] > made[0]["input_ids"].shape[1]

@@ -1,0 +1,109 @@
+"""What compression holds at once: never the full cache beside its ragged copy."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from benchmarks.memory_on_paper import SCORES
+from restorekv.compression import allocate
+from restorekv.compression.compressor import Eviction, compress
+from restorekv.compression.prepared import CompressionConfig, PreparedContext
+from restorekv.compression.streaming import Stream
+from restorekv.errors import RestoreKVError
+from restorekv.model.prompt import Context
+from restorekv.restore.adapter import RestoreAdapter
+from tests.helpers.held import Held
+from tests.helpers.models import build_model
+
+PREFIX, TOKENS = 3, 600
+
+
+def make_context(tokens=TOKENS, seed=1):
+    ids = torch.randint(3, 320, (1, PREFIX + tokens), generator=torch.Generator().manual_seed(seed))
+    return Context(ids, PREFIX, torch.zeros(1, 0, dtype=torch.long))
+
+
+def tensors(full):
+    return [x for layer in full.layers for x in (layer.keys, layer.values)]
+
+
+def test_counting_what_is_held():
+    held = Held(torch.ones(100))
+    with held:
+        one = torch.ones(1000)
+        view = one[:10]
+        del one
+        two = torch.ones(2000)
+        del view, two
+        torch.ones(2500)
+    assert held.most == 4 * 3000
+
+
+@pytest.mark.parametrize("ratio", ["1", "0.5", "0.1"])
+def test_the_last_cache_frees_the_full_one_layer_by_layer(ratio):
+    """Full cache, scores, marks and one layer; without `last` the ragged cache comes on top."""
+    model = build_model("qwen3", num_hidden_layers=12)
+    prepared = Eviction.make("knorm").prepare(model, None, make_context())
+    kept = prepared.at(ratio)
+    full = tensors(prepared.full)
+    whole, layer = sum(x.nbytes for x in full), full[0].nbytes + full[1].nbytes
+    pairs = full[0][..., 0].numel() * 12
+    selection = 64 * pairs // 12  # indices of one layer and the one before
+    beside = Held(*full)
+    with beside:
+        prepared.at(ratio)
+    assert beside.most > whole + kept.nbytes - layer
+    alone = Held(*full)
+    del full
+    with alone:
+        cache = prepared.at(ratio, last=True)
+    assert alone.most <= whole + layer + 6 * pairs + selection  # marks, and where each pair came from
+    for ours, theirs in zip(cache.layers, kept.layers, strict=True):
+        assert all(a.equal(b) for a, b in zip(ours.tensors(), theirs.tensors(), strict=True))
+    with pytest.raises(RestoreKVError, match="used up"):
+        prepared.at(ratio)
+
+
+def scored(policy):
+    """Four million random pairs of one number: (1, 2, C, 1) a layer."""
+    context, full = Context(torch.zeros(1, 500_003, dtype=torch.long), 3, torch.zeros(1, 0)), DynamicCache()
+    for layer in range(4):
+        full.update(torch.ones(1, 2, 500_003, 1), torch.ones(1, 2, 500_003, 1), layer)
+    return PreparedContext(None, context, full, torch.rand(4, 2, 500_000), CompressionConfig.make(prefix_policy=policy))
+
+
+@pytest.mark.parametrize(("policy", "plain", "last"), [("free", 6, 10), ("counted", 10, 6)])
+def test_bytes_of_a_score(monkeypatch, policy, plain, last):
+    """As docs/memory.md tells them: number and marks, and a copy where the prefix has to be added or left out."""
+    monkeypatch.setattr(allocate, "BLOCK", 1 << 16)  # looked at in blocks that count for nothing
+    prepared = scored(policy)
+    pairs, full = prepared.scores.numel(), tensors(prepared.full)
+    held = Held(prepared.scores, *full)
+    with held:
+        prepared.at("0.05")
+    assert (held.most - sum(x.nbytes for x in full)) / pairs == pytest.approx(plain, abs=0.1)
+    if policy == "free":
+        assert plain == SCORES["plain"] == SCORES["offload"]
+    budget = prepared.conventions.budget("0.05", prepared.context, 4, 2)
+    for ending, expected in ((False, SCORES["streaming"]), (True, last)):
+        stream = Stream(None, None, prepared.context, None, prepared.conventions, budget)
+        stream.scores = torch.rand(4, 2, 500_003)
+        held = Held(stream.scores)
+        with held:
+            stream.kept(ending)
+        assert held.most / pairs == pytest.approx(expected, abs=0.1)
+
+
+@pytest.mark.parametrize("restore_from", ["full", "evicted"])
+def test_compress_uses_its_preparation_up(tiny_tokenizer, restore_from, monkeypatch):
+    model, seen = build_model("qwen3"), []
+    prepare = Eviction.prepare
+    monkeypatch.setattr(Eviction, "prepare", lambda *a: seen.append(prepare(*a)) or seen[-1])
+    adapter = RestoreAdapter.create(model, 2, rank=2)
+    text = "Nobody lives in the blue house. " * 4
+    made = compress(model, tiny_tokenizer, text, ratio=0.3, adapter=adapter, restore_from=restore_from)
+    assert not any(layer.is_initialized for layer in seen[0].full.layers)
+    with torch.no_grad():
+        again = Eviction.make("kvzip", adapter, restore_from=restore_from).prepare(model, tiny_tokenizer, text).at(0.3)
+    for ours, theirs in zip(made.cache.layers, again.layers, strict=True):
+        assert all(a.equal(b) for a, b in zip(ours.tensors(), theirs.tensors(), strict=True))

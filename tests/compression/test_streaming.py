@@ -1,0 +1,263 @@
+"""Compression as the prefill goes: exact counts, a bound on what is held, and the model that it is said to be."""
+
+import json
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers import AttentionInterface
+
+from restorekv import evictors
+from restorekv.compression.compressor import Eviction, compress
+from restorekv.compression.context import CompressedContext
+from restorekv.compression.prepared import CompressionConfig
+from restorekv.compression.streaming import Stream, parts
+from restorekv.errors import RestoreKVError, RestoreKVWarning
+from restorekv.model import attention
+from restorekv.model.prefill import prefill
+from restorekv.model.prompt import Context, make_context
+from restorekv.model.shape import CacheShape
+from restorekv.restore.adapter import RestoreAdapter
+from tests.evictors.test_gates import save_gate
+from tests.helpers.cli_world import build_world, cli
+from tests.helpers.models import build_model
+
+TEXT = "The code of the red house is seven. The blue house has a green door, and nobody lives there. " * 2
+PREFIX, TOKENS = 3, 90
+METHODS = [
+    "kvzip:chunk=16", "kvzip+:chunk=16", "contrastkv:chunk=16", "snapkv:window=4", "h2o", "tova", "knorm", "keydiff",
+    "expected-attention", "random",
+]  # fmt: skip
+
+
+def make_text(tokens=TOKENS, prefix=PREFIX):
+    ids = torch.randint(3, 320, (1, prefix + tokens), generator=torch.Generator().manual_seed(1))
+    return Context(ids, prefix, torch.zeros(1, 0, dtype=torch.long))
+
+
+def make_adapter(model, tokens=4):
+    adapter = RestoreAdapter.create(model, tokens, rank=2, alpha=4, seed=0)
+    with torch.no_grad():
+        for name, parameter in adapter.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
+    return adapter
+
+
+def stream(model, evictor, ratio, chunk, adapter=None, context=None, tokenizer=None, **conventions):
+    context, shape = context or make_text(), CacheShape.of(model)
+    rules = CompressionConfig.make(**conventions)
+    budget = rules.budget(ratio, context, shape.layers, shape.heads, adapter.restore_tokens if adapter else 0)
+    made = Stream(model, tokenizer, context, evictors.make(evictor), rules, budget, adapter)
+    return made, made.run(chunk)
+
+
+def marks(cache, columns):
+    """(L, H, columns) bool: which pairs are there."""
+    kept = torch.zeros(len(cache.layers), cache.layers[0].heads, columns, dtype=torch.bool)
+    for index, layer in enumerate(cache.layers):
+        for head in range(layer.heads):
+            kept[index, head, layer.positions[layer.bounds[head] : layer.bounds[head + 1]].long()] = True
+    return kept
+
+
+@pytest.mark.parametrize("evictor", METHODS)
+def test_one_part_is_the_ordinary_way(tiny_tokenizer, evictor):
+    model = build_model("qwen3")
+    plain = compress(model, tiny_tokenizer, TEXT, evictor=evictor, ratio=0.3)
+    whole = compress(model, tiny_tokenizer, TEXT, evictor=evictor, ratio=0.3, streaming=plain.context.tokens)
+    assert {**vars(whole.manifest), "seconds": 0} == {**vars(plain.manifest), "seconds": 0}
+    assert whole.manifest.streaming is None
+    for ours, theirs in zip(whole.cache.layers, plain.cache.layers, strict=True):
+        assert all(a.equal(b) for a, b in zip(ours.tensors(), theirs.tensors(), strict=True))
+
+
+@pytest.mark.parametrize("evictor", METHODS)
+def test_the_stream_itself_with_one_part_keeps_the_same(tiny_tokenizer, evictor):
+    model, context = build_model("qwen3"), make_context(tiny_tokenizer, TEXT)
+    for policy in ("free", "counted"):
+        plain = Eviction.make(evictor, prefix_policy=policy).prepare(model, tiny_tokenizer, context).at(0.3)
+        whole = stream(model, evictor, 0.3, 999, context=context, tokenizer=tiny_tokenizer, prefix_policy=policy)[1]
+        for ours, theirs in zip(whole.layers, plain.layers, strict=True):
+            assert all(a.equal(b) for a, b in zip(ours.tensors(), theirs.tensors(), strict=True))
+
+
+@pytest.mark.parametrize("chunk", [7, 20, 45, 89])
+@pytest.mark.parametrize("policy", ["free", "counted"])
+@pytest.mark.parametrize("allocation", ["global", "per-layer", "per-head", "adakv"])
+def test_counts_are_exact_and_what_is_held_is_bounded(chunk, policy, allocation):
+    model, context = build_model("qwen3"), make_text()
+    shape = CacheShape.of(model)
+    each = shape.layers * shape.heads
+    for ratio, evictor in (("0.1", "knorm"), ("0.37", "snapkv:window=4"), ("1", "knorm")):
+        made, cache = stream(model, evictor, ratio, chunk, prefix_policy=policy, allocation=allocation)
+        outside = PREFIX * each if policy == "free" else 0
+        assert cache.pairs - outside == made.budget.total
+        assert cache.get_seq_length() == context.positions and cache.restore == 0
+        assert made.most <= made.budget.retained + (PREFIX + chunk) * each
+        assert marks(cache, context.positions).sum() == cache.pairs  # every pair once, in the order of the columns
+        assert all(layer.positions[a:b].diff().gt(0).all() for layer in cache.layers
+                   for a, b in pairwise(layer.bounds))  # fmt: skip
+
+
+@pytest.mark.parametrize("evictor", METHODS)
+@pytest.mark.parametrize("allocation", ["global", "per-head", "adakv"])
+def test_what_stays_is_the_best_of_all_scores(tiny_tokenizer, monkeypatch, evictor, allocation):
+    """Nothing that was dropped on the way could have stayed."""
+    model, context = build_model("qwen3"), make_context(tiny_tokenizer, TEXT)
+    scores, read = [], Stream.read
+
+    def reading(self, cache, part):
+        full = read(self, cache, part)
+        scores.append(self.scores[..., part.start : part.settled].clone())
+        return full
+
+    monkeypatch.setattr(Stream, "read", reading)
+    made, cache = stream(model, evictor, 0.3, 24, context=context, tokenizer=tiny_tokenizer, allocation=allocation)
+    assert len(scores) > 2
+    expected = made.conventions.allocation(torch.cat(scores, -1), made.budget.retained)
+    assert marks(cache, context.positions)[..., context.prefix :].equal(expected)
+
+
+@pytest.mark.parametrize("prefix", [0, 3])
+@pytest.mark.parametrize("evictor", ["expected-attention:", "snapkv:window=4,", "fastkvzip:gate={},"])
+def test_first_columns_are_pinned_in_the_first_part_alone(tmp_path, monkeypatch, evictor, prefix):
+    model, context = build_model("qwen3"), make_text(400, prefix)
+    evictor = evictor.format(save_gate(tmp_path / "gate", "fastkvzip", model)) + "sinks=5"
+    above, starts, read = [], [], Stream.read
+
+    def reading(self, cache, part):
+        full = read(self, cache, part)
+        starts.append(part.start - prefix)
+        found = self.scores[..., part.start : part.settled]
+        above.append((found[..., :pinned].amin((-2, -1)) > found[..., pinned:].amax((-2, -1))).all().item())
+        return full
+
+    pinned = 5 if evictor.startswith("snapkv") else 5 - prefix  # SnapKV counts from the prefix, the others from 0
+    monkeypatch.setattr(Stream, "read", reading)
+    cache = stream(model, evictor, 0.2, 40, context=context)[1]
+    assert above == [True] + [False] * (len(above) - 1) and len(above) >= 10
+    always = marks(cache, context.positions)[..., prefix:].flatten(0, 1).all(0)
+    assert always[:pinned].all() and not any(always[start : start + pinned].all() for start in starts[1:])
+
+
+def test_sinks_of_the_prefix_stay_out_of_every_part():
+    evictor = evictors.make("expected-attention")
+    for prefix in (0, 3, 4, 9):
+        assert evictor.later(make_text(prefix=prefix)).sinks == min(prefix, 4)
+
+
+@pytest.fixture
+def visible():
+    """An attention function of its own that hides, in every layer and head, what `hidden[layer]` (H, Q, K) marks."""
+    hidden = {}
+
+    def attend(module, query, key, value, mask, scaling, **_):
+        groups = query.shape[1] // key.shape[1]
+        logits = query @ key.repeat_interleave(groups, 1).mT * scaling
+        later = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
+        gone = later | hidden[module.layer_idx].repeat_interleave(groups, 0)
+        weights = logits.masked_fill(gone, -torch.inf).softmax(-1)
+        return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("visible", attend)
+    return hidden
+
+
+@pytest.mark.parametrize("evictor", ["keydiff", "snapkv:window=4", "h2o"])
+@pytest.mark.parametrize("policy", ["free", "counted"])
+def test_later_parts_read_what_is_kept_at_their_own_positions(tiny_model, monkeypatch, visible, evictor, policy):
+    """Keys and values are those of one pass over the text in which each row sees what was kept before its part."""
+    model, context = tiny_model.double(), make_text()
+    steps, settle = [], Stream.settle
+
+    def settling(self, cache, part, restored, last):
+        settle(self, cache, part, restored, last)
+        steps.append((part, marks(cache, context.positions)))
+
+    monkeypatch.setattr(Stream, "settle", settling)
+    cache = stream(model, evictor, 0.4, 25, prefix_policy=policy)[1]
+    assert len(steps) > 3
+    shape, columns = CacheShape.of(model), context.positions
+    for layer in range(shape.layers):
+        hidden = torch.zeros(shape.heads, columns, columns, dtype=torch.bool)
+        for part, kept in steps[:-1]:
+            hidden[:, part.settled :, PREFIX : part.settled] |= ~kept[layer, :, None, PREFIX : part.settled]
+        visible[layer] = hidden
+    model.set_attn_implementation("visible")
+    expected = prefill(model, context.ids)
+    model.set_attn_implementation(attention.NAME)
+    for layer, dense, kept in zip(cache.layers, expected.layers, marks(cache, columns), strict=True):
+        heads, places = kept.nonzero(as_tuple=True)
+        torch.testing.assert_close(layer.context_keys, dense.keys[0, heads, places], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(layer.context_values, dense.values[0, heads, places], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("restore_from", ["full", "evicted"])
+def test_all_kept_is_all_the_same(tiny_model, tiny_tokenizer, restore_from):
+    """With everything kept nothing is approximated: pairs and restore cache are those of compressing at once."""
+    model, context = tiny_model.double(), make_context(tiny_tokenizer, TEXT)
+    adapter, rules = make_adapter(model), {"restore_from": restore_from, "prefix_policy": "counted"}
+    with torch.no_grad():
+        plain = Eviction.make("keydiff", adapter, **rules).prepare(model, tiny_tokenizer, context).at(1)
+    _, cache = stream(model, "keydiff", 1, 31, adapter, context, tiny_tokenizer, **rules)
+    assert cache.get_seq_length() == plain.get_seq_length() == context.positions + 4
+    if restore_from == "full":
+        for ours, theirs in zip(cache.layers, plain.layers, strict=True):
+            torch.testing.assert_close(ours.restore_keys, theirs.restore_keys, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(ours.restore_values, theirs.restore_values, rtol=1e-6, atol=1e-6)
+    assert cache.pairs == plain.pairs
+
+
+def test_parts_are_alike_and_overlap_by_what_always_stays():
+    context = make_text(1000)
+    for spec, chunk, again in (("knorm", 300, 0), ("snapkv", 300, 32), ("tova", 7, 1), ("kvzap:window=5", 256, 5)):
+        evictor = evictors.make(spec)
+        pieces = parts(evictor, context, chunk)
+        assert pieces[0].start == PREFIX and pieces[-1].settled == pieces[-1].end == context.positions
+        for one, two in pairwise(pieces):
+            assert one.settled == two.start == one.end - again
+        sizes = [part.end - part.start for part in pieces]
+        assert max(sizes) <= chunk and max(sizes) - min(sizes) <= 1
+        assert len(pieces) == -(-(1000 - again) // (chunk - again))
+
+
+def test_compress_records_it_and_answers(tiny_model, tiny_tokenizer, tmp_path):
+    with pytest.warns(RestoreKVWarning, match="with streaming it reads what is held"):
+        made = compress(
+            tiny_model, tiny_tokenizer, TEXT, ratio=0.3, adapter=make_adapter(tiny_model), streaming=40, storage="int8"
+        )
+    plain = compress(tiny_model, tiny_tokenizer, TEXT, ratio=0.3, adapter=make_adapter(tiny_model))
+    assert made.manifest.streaming == 40 and made.manifest.pairs == plain.manifest.pairs
+    assert made.manifest.restore_tokens == 4 and set(made.manifest.seconds) == set(plain.manifest.seconds)
+    made.save(tmp_path / "doc.rkv")
+    loaded = CompressedContext.load(tmp_path / "doc.rkv", tiny_model, tiny_tokenizer)
+    assert loaded.manifest == made.manifest
+    assert loaded.ask(["Which code?"], 6) == made.ask(["Which code?"], 6)
+
+
+@pytest.mark.parametrize(
+    ("evictor", "chunk", "reason"),
+    [
+        ("streaming", 20, "scores a context as a whole"),
+        ("snapkv", 32, "always keeps the latest 32 tokens"),
+        ("knorm", 0, "at least 1 token"),
+        ("am-fast", 20, "leave out streaming"),
+    ],
+)
+def test_what_cannot_stream_is_refused_at_once(tiny_tokenizer, monkeypatch, evictor, chunk, reason):
+    model = build_model("qwen3")
+    monkeypatch.setattr("restorekv.compression.streaming.prefill", None)
+    with pytest.raises(RestoreKVError, match=reason):
+        compress(model, tiny_tokenizer, TEXT, evictor=evictor, streaming=chunk, adapter=None)
+
+
+def test_the_command_line_streams_and_stores(tiny_tokenizer, tmp_path):
+    world = build_world(tmp_path, tiny_tokenizer)
+    options = ("--model", world.model, "-o", world.doc, "--adapter", "none", "--streaming", 64, "--storage", "fp8")
+    told = cli("compress", world.text, *options, "--json", world.figures)
+    assert told.code == 0 and "streamed 64" in told.out and "fp8" in told.out  # lines may be broken
+    figures = json.loads((tmp_path / "figures").read_text())
+    assert figures["streaming"] == 64 and figures["storage"] == "fp8"
+    assert cli("ask", world.doc, "who?", "--model", world.model, "--max-new-tokens", 3).code == 0
+    assert "not 'int4'" in cli("compress", world.text, *options[:-1], "int4").err

@@ -1,0 +1,170 @@
+"""KL against the full cache: an oracle that masks evicted pairs in a plain pass, and what grids record of it."""
+
+import json
+from dataclasses import replace
+from math import log
+
+import numpy as np
+import pytest
+import torch
+from transformers import AttentionInterface, AutoModelForCausalLM
+
+from restorekv import compress, tasks
+from restorekv.compression.generate import answer_ids
+from restorekv.evaluation import results, worker
+from restorekv.evaluation.fidelity import FIGURES, summarized
+from restorekv.evaluation.rows import payload, rows
+from restorekv.evaluation.run import run
+from restorekv.evaluation.tables import fidelity, scores
+from restorekv.model.load import load_model
+from restorekv.model.prompt import question_ids
+from restorekv.restore.adapter import RestoreAdapter
+from tests.helpers.grid_world import Plain, grid
+from tests.helpers.models import build_model
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, tiny_tokenizer):
+    """A tiny model and an adapter of it, on disk."""
+    root, model = tmp_path_factory.mktemp("fidelity"), build_model("qwen3")
+    model.save_pretrained(root / "model")
+    tiny_tokenizer.save_pretrained(root / "model")
+    adapter = RestoreAdapter.create(model, 3, rank=2)
+    adapter.describe(evictor="kvzip", prefix_policy="counted", ratio_range=(0.1, 0.9))
+    adapter.save_pretrained(root / "adapter")
+    return root
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch):
+    monkeypatch.setitem(tasks.BENCHMARKS, "plain", Plain)
+    worker.opened_model.cache_clear()
+
+
+def masked_logits(path, ids, answers, positions, cache):
+    """Logits that predict the last `answers` ids, from one pass whose later rows do not see evicted columns."""
+
+    def attend(module, query, key, value, attention_mask, scaling, **_):
+        groups, width = query.shape[1] // key.shape[1], key.shape[2]
+        seen = torch.ones(width, width, dtype=torch.bool).tril().repeat(query.shape[1], 1, 1)
+        layer = cache.layers[module.layer_idx] if cache else None
+        for head in range(query.shape[1]) if cache else ():
+            bounds = layer.bounds[head // groups : head // groups + 2]
+            kept = torch.zeros(positions, dtype=torch.bool)
+            kept[layer.positions[bounds[0] : bounds[1]]] = True
+            seen[head, positions:, :positions] &= kept
+        logits = query @ key.repeat_interleave(groups, 1).transpose(2, 3) * scaling
+        weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+        return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2), weights
+
+    AttentionInterface.register("oracle", attend)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="oracle")
+    with torch.no_grad():
+        return model(input_ids=ids[None]).logits[0, -answers - 1 : -1].double()
+
+
+def kl(full, other):
+    """Mean over positions, from probabilities alone."""
+    p, q = (logits.softmax(-1).numpy() for logits in (full, other))
+    rows = [[(a, b) for a, b in zip(*row, strict=True)] for row in zip(p, q, strict=True)]
+    return float(np.mean([sum(a * (log(a) - log(b)) for a, b in row) for row in rows]))
+
+
+def test_divergences_are_those_of_a_masked_pass(world, tmp_path):
+    path = world / "model"
+    done = run(grid(str(path), "plain", ("kvzip", "knorm"), ("0.5", "0.2")), tmp_path)
+    model, tokenizer = load_model(str(path))
+    samples = list(Plain().samples(tokenizer, "kvpress"))
+    whole = [
+        compress(model, tokenizer, each.context, evictor="knorm", adapter=None, ratio=1, between="") for each in samples
+    ]
+    for result in done[1:]:
+        how = {"evictor": result.cell.evictor, "ratio": result.cell.ratio, "adapter": None}
+        for sample, full, line in zip(samples, whole, result.lines, strict=True):
+            made = compress(model, tokenizer, sample.context, prefix_policy="counted", between="", **how)
+            prompts = [question_ids(tokenizer, made.context, asked.text)[0] for asked in sample.questions]
+            answers = answer_ids(model, tokenizer, full.cache, prompts, 4, first_may_stop=False)
+            for prompt, answer, told in zip(prompts, answers, line["answers"], strict=True):
+                ids = torch.cat([made.context.ids[0], prompt, answer])
+                pair = [masked_logits(path, ids, len(answer), made.context.positions, c) for c in (None, made.cache)]
+                assert told["kl"] == pytest.approx(kl(*pair), rel=1e-3, abs=1e-5)
+                assert told["answer_tokens"] == len(answer) and told["kl"] > 1e-3
+
+
+def test_a_restored_cache_is_given_the_same_ids_behind_its_restore_tokens(world, tmp_path):
+    """Token by token through transformers' own forward, positions counted by hand."""
+    path = str(world / "model")
+    cells = grid(path, "plain:contexts=1", ratios=("0.4",), adapters=(str(world / "adapter"),), prefix_policy="free")
+    result = run(cells, tmp_path)[1]
+    model, tokenizer = load_model(path)
+    (sample,) = Plain(contexts=1).samples(tokenizer, "kvpress")
+    full, small = (
+        compress(model, tokenizer, sample.context, ratio=ratio, adapter=adapter, on_tight="fewer", between="")
+        for ratio, adapter in ((1, None), ("0.4", str(world / "adapter")))
+    )
+    assert small.cache.restore == 3
+    for asked, told in zip(sample.questions, result.lines[0]["answers"], strict=True):
+        prompt = question_ids(tokenizer, full.context, asked.text)[0]
+        (answer,) = answer_ids(model, tokenizer, full.cache, [prompt], 4, first_may_stop=False)
+        found = []
+        for cache, first in ((full.cache.fork(), 0), (small.cache.fork(), 3)):
+            logits, position = [], full.context.positions + first
+            for index, token in enumerate([*prompt.tolist(), *answer.tolist()][:-1]):
+                output = model(
+                    input_ids=torch.tensor([[token]]), position_ids=torch.tensor([[position]]), past_key_values=cache
+                )
+                position += 1
+                logits += [output.logits[0, -1].double()] if index >= len(prompt) - 1 else []
+            found.append(torch.stack(logits).detach())
+        assert told["kl"] == pytest.approx(kl(*found), rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("protocol", ["kvpress", "kvzip"])
+def test_the_full_cache_is_faithful_to_itself(world, tmp_path, protocol):
+    done = run(grid(str(world / "model"), "plain", ratios=("1", "0.2"), protocol=protocol), tmp_path)
+    full, same, small = (result.summary for result in done)
+    assert full["kl"] == full["kl_high"] == 0 and full["same"] == 100 and full["answer_tokens"] > 0
+    assert same["kl"] == pytest.approx(0, abs=1e-6) and same["same"] == 100, "r = 1 loses nothing"
+    assert 0 < small["kl_low"] <= small["kl"] <= small["kl_high"] and small["answer_tokens"] == full["answer_tokens"]
+    texts = [[told["prediction"] for line in result.lines for told in line["answers"]] for result in done]
+    assert small["same"] == pytest.approx(100 * np.mean([a == b for a, b in zip(texts[0], texts[2], strict=True)]))
+
+
+def test_streamed_cells_are_compared_with_the_full_cache_too(world, tmp_path):
+    cells = grid(str(world / "model"), "plain", ratios=("0.5",))
+    full, plain, streamed = run([*cells, replace(cells[1], streaming=200)], tmp_path)
+    assert streamed.summary["answer_tokens"] == full.summary["answer_tokens"]
+    assert streamed.summary["kl"] == pytest.approx(plain.summary["kl"], rel=1e-3), "one part is no streaming"
+
+
+def line(*answers):
+    return {"answers": [{"task": task, "kl": kl, "answer_tokens": n, "same": same} for task, kl, n, same in answers]}
+
+
+def test_every_token_weighs_alike():
+    lines = [line(("a", 1.0, 9, True), ("b", 3.0, 1, False)), line(("a", 0.0, 10, True))]
+    assert summarized(lines)["kl"] == pytest.approx(12 / 20) and summarized(lines)["same"] == pytest.approx(200 / 3)
+    assert summarized(lines, {"a"})["kl"] == pytest.approx(9 / 19) and summarized(lines, {"b"})["answer_tokens"] == 1
+    assert summarized(lines, {"c"}) == {}
+    one = summarized(lines[:1])
+    assert one["kl_low"] == one["kl_high"] == one["kl"], "one context has no spread"
+    assert 0 <= summarized(lines)["kl_low"] < 0.6 < summarized(lines)["kl_high"] <= 1.2
+
+
+def test_cells_answered_before_fidelity_was_recorded_still_load(world, tmp_path):
+    done = run(grid(str(world / "model"), "plain", ratios=("0.5",)), tmp_path)
+    assert fidelity(rows(done)) and "kl" in json.dumps(payload(done))
+    for result in done:
+        answers, summary = result.folder / results.ANSWERS, result.folder / results.SUMMARY
+        answers.write_text("".join(json.dumps(stripped(line)) + "\n" for line in result.lines))
+        summary.write_text(json.dumps(stripped(result.summary)))
+    old = results.load(tmp_path)
+    assert all(row[key] is None for row in rows(old) for key in FIGURES)
+    assert not fidelity(rows(old)) and scores(rows(old))
+
+
+def stripped(value):
+    """Without what fidelity records."""
+    if isinstance(value, dict):
+        return {key: stripped(each) for key, each in value.items() if key not in FIGURES}
+    return [stripped(each) for each in value] if isinstance(value, list) else value

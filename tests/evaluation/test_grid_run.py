@@ -1,0 +1,388 @@
+"""Grids in this process: what is shared, what is reused, what is refused, and that answers are those of compress."""
+
+import json
+from dataclasses import replace
+from fractions import Fraction
+from math import floor
+
+import pytest
+
+from restorekv import compress, tasks
+from restorekv.compression import compressor
+from restorekv.compression.generate import answer_ids, answer_text, stop_ids
+from restorekv.compression.streaming import Stream
+from restorekv.errors import RestoreKVError
+from restorekv.evaluation import results, worker
+from restorekv.evaluation.cell import Cell
+from restorekv.evaluation.job import jobs
+from restorekv.evaluation.rows import rows
+from restorekv.evaluation.run import LOCK, run
+from restorekv.evictors.kvzip import KVzip
+from restorekv.files import locked
+from restorekv.model.load import load_model
+from restorekv.model.prompt import question_ids
+from restorekv.restore.adapter import RestoreAdapter
+from tests.helpers.grid_world import WORDS, Plain, contents, grid
+from tests.helpers.models import build_model
+
+RATIOS = ("0.8", "0.6", "0.5", "0.4", "0.3")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, tiny_tokenizer):
+    """A tiny model and two adapters of it, on disk."""
+    root, model = tmp_path_factory.mktemp("grid"), build_model("qwen3")
+    model.save_pretrained(root / "model")
+    tiny_tokenizer.save_pretrained(root / "model")
+    for seed, name in enumerate(("adapter", "other")):
+        adapter = RestoreAdapter.create(model, 3, rank=2, seed=seed)
+        adapter.describe(evictor="kvzip", prefix_policy="counted", ratio_range=(0.1, 0.9))
+        adapter.save_pretrained(root / name)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch):
+    monkeypatch.setitem(tasks.BENCHMARKS, "plain", Plain)
+    worker.opened_model.cache_clear()
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How often contexts are read, scored and restored."""
+    counts = {"prefill": 0, "score": 0, "restore": 0}
+
+    def count(target, name, what):
+        real = target if callable(target) else getattr(target, name)
+
+        def called(*args, **kwargs):
+            counts[what] += 1
+            return real(*args, **kwargs)
+
+        return called
+
+    monkeypatch.setattr(compressor, "prefill", count(compressor.prefill, "", "prefill"))
+    monkeypatch.setattr(worker, "prefill", count(worker.prefill, "", "prefill"))
+    monkeypatch.setattr(KVzip, "score", count(KVzip.score, "", "score"))
+    monkeypatch.setattr(RestoreAdapter, "append", count(RestoreAdapter.append, "", "restore"))
+    return counts
+
+
+def model_of(world):
+    return str(world / "model")
+
+
+def test_twenty_questions_at_five_ratios_cost_one_prefill_and_one_scoring_pass(world, counted, tmp_path):
+    cells = grid(
+        model_of(world), "plain:contexts=1,questions=20", ratios=RATIOS, adapters=(None, str(world / "adapter"))
+    )
+    done = run(cells, tmp_path)
+    assert len(done) == 11 and all(len(result.answers) == 20 for result in done)
+    assert counted == {"prefill": 1, "score": 1, "restore": 1}
+
+
+def test_every_context_evictor_and_adapter_costs_once(world, counted, tmp_path):
+    both = (None, str(world / "adapter"), str(world / "other"))
+    run(grid(model_of(world), "plain:contexts=3", ("kvzip", "kvzip:chunk=32"), RATIOS[:2], both), tmp_path)
+    assert counted == {"prefill": 6, "score": 6, "restore": 12}
+
+
+def test_the_full_cache_alone_is_not_scored(world, counted, tmp_path):
+    run([Cell.full(model=model_of(world), benchmark="plain")], tmp_path)
+    assert counted == {"prefill": 2, "score": 0, "restore": 0}
+
+
+def test_answers_are_those_of_compress(world, tmp_path):
+    cells = grid(model_of(world), "plain", ("kvzip", "knorm"), ("0.5", "0.3"), (None, str(world / "adapter")))
+    model, tokenizer = load_model(model_of(world))
+    samples, stops = list(Plain().samples(tokenizer, "kvpress")), stop_ids(model, tokenizer)
+    for result in run(cells, tmp_path):
+        cell = result.cell
+        how = {"evictor": "knorm", "adapter": None} if cell.evictor == "full" else vars(cell)
+        how = {key: how[key] for key in ("evictor", "adapter")} | {"prefix_policy": "counted", "on_tight": "fewer"}
+        for sample, line in zip(samples, result.lines, strict=True):
+            made = compress(model, tokenizer, sample.context, ratio=cell.ratio, between="", **how)
+            prompts = [question_ids(tokenizer, made.context, asked.text) for asked in sample.questions]
+            found = answer_ids(model, tokenizer, made.cache, prompts, 4, first_may_stop=False)
+            said = [answer_text(tokenizer, ids.tolist(), stops) for ids in found]
+            assert [told["prediction"] for told in line["answers"]] == said
+            assert line["pairs_with_prefix"] == made.cache.pairs and line["bytes"] == made.cache.nbytes
+            assert line["restore_tokens"] == made.cache.restore == (3 if cell.restored else 0)
+
+
+@pytest.mark.filterwarnings("ignore:The adapter learned to read full caches")
+def test_storage_and_streaming_are_fields_of_a_cell(world, counted, tmp_path, monkeypatch):
+    """One preparation serves every storage; a streamed cell reads the context for itself, as `compress` does."""
+    model, tokenizer = load_model(model_of(world))
+    cells = grid(model_of(world), "plain:contexts=1", ratios=("0.5",), adapters=(None, str(world / "adapter")))
+    plain = cells[1:]
+    run([*cells, *(replace(cell, storage="int8") for cell in plain)], tmp_path)
+    assert counted == {"prefill": 1, "score": 1, "restore": 1}
+    streamed = [replace(cell, streaming=20, storage=storage) for storage in ("model", "fp8") for cell in plain]
+    passes, real = [], Stream.run
+    monkeypatch.setattr(Stream, "run", lambda self, chunk: passes.append(chunk) or real(self, chunk))
+    done = run(streamed, tmp_path)
+    assert passes == [20, 20], "one alone and one restored, which serve both storages"
+    (sample,) = Plain(contexts=1).samples(tokenizer, "kvpress")
+    for result in done:
+        cell, (line,) = result.cell, result.lines
+        how = {key: getattr(cell, key) for key in ("evictor", "adapter", "ratio", "storage", "streaming", "on_tight")}
+        made = compress(model, tokenizer, sample.context, prefix_policy="counted", between="", **how)
+        assert made.manifest.streaming == 20 and made.cache.nbytes == line["bytes"]
+        told = made.ask([question.text for question in sample.questions], max_new_tokens=4)
+        assert [answer["prediction"].strip() for answer in line["answers"]] == [text.strip() for text in told]
+    labels = {row["label"] for row in rows(results.load(tmp_path)) if not row["restored"]}
+    assert labels == {"", "int8", *(f"streamed 20 tokens at a time{more}" for more in ("", ", fp8"))}
+
+
+def test_scores_are_means_over_tasks(world, tmp_path):
+    result = run(grid(model_of(world), "plain:contexts=3", ratios=("0.5",)), tmp_path)[1]
+    by_task = {task: [a.score for a in result.answers if a.family == task] for task in ("task_0", "task_1")}
+    means = [100 * sum(scores) / len(scores) for scores in by_task.values()]
+    assert result.summary["score"] == pytest.approx(sum(means) / 2)
+    assert [part["score"] for part in result.summary["tasks"].values()] == pytest.approx(means)
+    assert result.summary["questions"] == 9 and result.summary["samples"] == 3
+
+
+def test_nothing_is_asked_again(world, counted, tmp_path):
+    cells = grid(model_of(world), "plain")
+    run(cells, tmp_path)
+    before, counted["prefill"] = contents(tmp_path), 0
+    assert [result.cell for result in run([*cells, *cells], tmp_path)] == [*cells, *cells]
+    assert contents(tmp_path) == before and counted["prefill"] == 0
+
+
+def test_a_further_ratio_and_evictor_reuse_what_is_there(world, counted, tmp_path):
+    run(grid(model_of(world), "plain"), tmp_path)
+    before = contents(tmp_path)
+    counted.update(prefill=0, score=0)
+    more = grid(model_of(world), "plain", ("kvzip", "knorm"), ("0.5", "0.3", "0.2"))
+    run(more, tmp_path)
+    after = contents(tmp_path)
+    assert before.items() <= after.items() and len(after) == 3 * len(more)
+    assert counted == {"prefill": 4, "score": 2, "restore": 0}, "two contexts for kvzip at 0.2, two for knorm"
+
+
+def test_the_full_cache_does_not_wait_for_an_evictor(world, counted, tmp_path):
+    """It rides with the first of them that comes, once."""
+    run(grid(model_of(world), "plain")[1:], tmp_path)
+    counted.update(prefill=0, score=0)
+    run(grid(model_of(world), "plain"), tmp_path)
+    assert counted == {"prefill": 2, "score": 0, "restore": 0}
+
+
+def test_a_half_written_line_is_dropped(world, tmp_path):
+    cells = grid(model_of(world), "plain")
+    whole, torn = tmp_path / "whole", tmp_path / "torn"
+    run(cells, whole)
+    for result in run(cells, torn):
+        answers = result.folder / results.ANSWERS
+        lines = answers.read_bytes().splitlines(keepends=True)
+        answers.write_bytes(lines[0] + lines[1][: len(lines[1]) // 2])
+        (result.folder / results.SUMMARY).unlink()
+    assert not any(result.done or len(result.lines) != 1 for result in results.load(torn))
+    run(cells, torn)
+    assert contents(torn) == contents(whole)
+
+
+def test_lines_are_added_to_a_long_file_without_reading_it(tmp_path):
+    """Where the end is whole; thousands of contexts would otherwise be read thousands of times."""
+    path, wanted = tmp_path / "lines", b"x" * 9 + b"\n"
+    with path.open("wb") as file:
+        file.truncate(2**40)  # a hole, which takes hours to read
+        file.seek(0, 2)
+        file.write(wanted)
+    results.append_line(path, {"sample": "ünï"})
+    with path.open("rb") as file:
+        file.seek(2**40)
+        assert file.read() == wanted + '{"sample": "ünï"}\n'.encode()
+    path.write_bytes(b"whole\nhalf")
+    results.append_line(path, {})
+    assert path.read_bytes() == b"whole\n{}\n"
+
+
+def test_only_the_cells_that_lack_a_context_are_asked(world, tmp_path, monkeypatch):
+    cells = grid(model_of(world), "plain")
+    first = run(cells, tmp_path)[1]
+    (first.folder / results.SUMMARY).unlink()
+    answers = first.folder / results.ANSWERS
+    answers.write_bytes(answers.read_bytes().splitlines(keepends=True)[0])
+    asked, real = [], worker.Worker.told
+
+    def told(self, sample, *given):
+        asked.append(sample.id)
+        return real(self, sample, *given)
+
+    monkeypatch.setattr(worker.Worker, "told", told)
+    run(cells, tmp_path)
+    assert asked == ["1"]
+
+
+def test_a_folder_that_another_run_fills_is_refused(world, tmp_path):
+    """Two runs would ask the same contexts and both add them."""
+    cells, folder = grid(model_of(world), "plain"), tmp_path / "run"
+    folder.mkdir()
+    with locked(folder / LOCK) as mine, pytest.raises(RestoreKVError, match="Another run") as raised:
+        assert mine
+        run(cells, folder)
+    assert one_sentence(raised) and not (folder / results.CELLS).exists()
+    assert all(result.done for result in run(cells, folder))
+
+
+@pytest.mark.parametrize("file", [results.ANSWERS, results.SUMMARY])
+def test_a_damaged_file_is_told(world, tmp_path, file):
+    path = run(grid(model_of(world), "plain"), tmp_path)[1].folder / file
+    path.write_bytes(b"\0" * 9 + b"\n" + path.read_bytes())
+    with pytest.raises(RestoreKVError, match=f"{file}.* is damaged") as raised:
+        rows(run(grid(model_of(world), "plain"), tmp_path))
+    assert one_sentence(raised)
+
+
+@pytest.mark.parametrize("damage", ["", "[]", '{"cell": {"model": "x"}, "facts": {}}', '{"facts": {}}'])
+def test_a_foreign_folder_is_refused(world, tmp_path, damage):
+    cells = grid(model_of(world), "plain")
+    (tmp_path / results.CELLS / cells[0].name).mkdir(parents=True)
+    (tmp_path / results.CELLS / cells[0].name / results.CELL).write_text(damage)
+    with pytest.raises(RestoreKVError, match="holds no cell of restorekv") as raised:
+        run(cells, tmp_path)
+    assert one_sentence(raised)
+
+
+def one_sentence(raised):
+    return "\n" not in str(raised.value) and str(raised.value).endswith(".")
+
+
+def test_another_model_of_the_same_name_is_refused(world, tmp_path, tiny_tokenizer):
+    place = tmp_path / "model"
+    for seed in (0, 1):
+        build_model("qwen3", seed=seed).save_pretrained(place)
+        tiny_tokenizer.save_pretrained(place)
+        worker.opened_model.cache_clear()
+        if seed == 0:
+            run(grid(str(place), "plain"), tmp_path / "run")
+    before = contents(tmp_path / "run")
+    with pytest.raises(RestoreKVError, match=r"was made with fingerprint \w+ \(now \w+\)") as raised:
+        run(grid(str(place), "plain"), tmp_path / "run")
+    assert one_sentence(raised) and contents(tmp_path / "run") == before
+
+
+def test_another_adapter_of_the_same_name_is_refused(world, tmp_path):
+    place, model = tmp_path / "adapter", build_model("qwen3")
+    cells = grid(model_of(world), "plain", adapters=(str(place),))
+    for seed in (0, 1):
+        made = RestoreAdapter.create(model, 3, rank=2, seed=seed)
+        made.describe(evictor="kvzip", prefix_policy="counted", ratio_range=(0.1, 0.9))
+        made.save_pretrained(place)
+        if seed == 0:
+            run(cells, tmp_path / "run")
+    with pytest.raises(RestoreKVError, match="was made with adapter") as raised:
+        run(cells, tmp_path / "run")
+    assert one_sentence(raised)
+
+
+def test_other_contexts_are_refused(world, tmp_path, monkeypatch):
+    run(grid(model_of(world), "plain"), tmp_path)
+    monkeypatch.setattr("tests.helpers.grid_world.WORDS", WORDS[::-1])
+    with pytest.raises(RestoreKVError, match="was made with benchmark") as raised:
+        run(grid(model_of(world), "plain"), tmp_path)
+    assert one_sentence(raised)
+
+
+def test_answers_to_contexts_that_are_not_asked_are_refused(world, tmp_path):
+    cells = grid(model_of(world), "plain")
+    result = run(cells, tmp_path)[1]
+    answers = result.folder / results.ANSWERS
+    line = json.loads(answers.read_text().splitlines()[0]) | {"sample": "elsewhere"}
+    answers.write_text(json.dumps(line) + "\n")
+    with pytest.raises(RestoreKVError, match="answers to other contexts"):
+        run(cells, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"benchmark": "plain:contexts=0"}, "has no contexts"),
+        ({"benchmark": "nonsense"}, "no benchmark 'nonsense'"),
+        ({"protocol": "vllm"}, "no protocol 'vllm'"),
+        ({"evictor": "kvzop"}, "no evictor 'kvzop'"),
+        ({"ratio": "1.5"}, "ratio"),
+        ({"ratio": "much"}, "ratio"),
+        ({"prefix_policy": "some"}, "prefix_policy"),
+        ({"model": "no/such/folder"}, "no/such/folder"),
+        ({"adapter": "no/such/adapter"}, "no/such/adapter"),
+        ({"max_context": 3}, "no room"),
+        ({"dtype": "float7"}, "dtype is one of"),
+        ({"storage": "int4"}, "storage is one of"),
+        ({"streaming": 16, "evictor": "streaming"}, "leave out streaming"),
+        ({"streaming": 16, "evictor": "am-fast", "prefix_policy": "free"}, "leave out streaming"),
+    ],
+)
+def test_what_cannot_be_carried_out_is_refused_in_one_sentence(world, tmp_path, changed, said):
+    cells = grid(model_of(world), "plain", ratios=("0.5",))
+    with pytest.raises(RestoreKVError, match=said) as raised:
+        run([replace(cell, **changed) for cell in cells[1:]], tmp_path)
+    assert one_sentence(raised)
+    assert not list(tmp_path.rglob(results.ANSWERS))
+
+
+def test_what_cannot_stream_is_refused_before_anything_is_asked(world, tmp_path):
+    cells = grid(model_of(world), "plain", ("streaming",))
+    with pytest.raises(RestoreKVError, match="scores a context as a whole"):
+        run([cells[0], *(replace(cell, streaming=16) for cell in cells[1:])], tmp_path)
+    assert not list(tmp_path.rglob(results.ANSWERS))
+
+
+def test_cells_of_older_runs_are_found_again(tmp_path):
+    """A name from before `storage` and `streaming` were fields, and a cell.json without them."""
+    cell = Cell("bundled", "bundled:count=104", "am-fast", "0.05", prefix_policy="free", on_tight="fewer")
+    told = {key: value for key, value in vars(cell).items() if key not in ("storage", "streaming")}
+    name = "bundled_bundled-count=104_kvpress_am-fast_alone_0.05_1a6eb557"
+    assert cell.name == name
+    place = tmp_path / results.CELLS / name
+    place.mkdir(parents=True)
+    (place / results.CELL).write_text(json.dumps({"cell": told, "facts": {}}))
+    assert results.opened(tmp_path, cell, {}).cell == cell
+    assert results.opened(tmp_path, replace(cell, storage="int8"), {}).folder != place
+
+
+def test_nothing_to_do_is_refused(tmp_path):
+    with pytest.raises(RestoreKVError, match="nothing to evaluate"):
+        run([], tmp_path)
+    with pytest.raises(RestoreKVError, match="holds no results"):
+        results.load(tmp_path)
+
+
+def test_cells_are_told_apart_by_everything_in_them():
+    cell = Cell("org/model", "plain", "kvzip:chunk=5", "0.5")
+    others = {
+        "model": "org/other", "benchmark": "plain:contexts=3", "evictor": "kvzip", "ratio": "0.4", "adapter": "a",
+        "restore_tokens": 3, "protocol": "kvzip", "prefix_policy": "free", "on_tight": "clip", "allocation": "per-head",
+        "restore_from": "evicted", "offset": 8, "max_context": 50, "dtype": "bfloat16", "storage": "int8",
+        "streaming": 512,
+    }  # fmt: skip
+    assert others.keys() == vars(cell).keys()
+    names = {replace(cell, **{field: value}).name for field, value in others.items()} | {cell.name}
+    assert len(names) == 17 and all(len(name) < 200 and "/" not in name and ":" not in name for name in names)
+
+
+def test_jobs_share_what_can_be_shared():
+    full = Cell.full(model="m", benchmark="plain")
+    cells = [full, *(Cell("m", "plain", evictor, "0.5") for evictor in ("kvzip", "knorm"))]
+    cells += [replace(cells[1], ratio="0.3", offset=8), replace(cells[1], adapter="a"), replace(cells[1], dtype="x")]
+    made = jobs([*cells, *cells])
+    assert [len(job.cells) for job in made] == [4, 1, 1]
+    assert [job.first.evictor for job in made] == ["kvzip", "knorm", "kvzip"]
+    assert made[0].cells[-1] is full, "what shares its scores bears their time"
+
+
+def test_real_pairs_differ_between_protocols_as_their_budgets_do(world, tmp_path):
+    """B = floor(r T_b L H): KVzip's own evaluation keeps the template beside it, kvpress lets it compete."""
+    both = [cell for name in ("kvpress", "kvzip") for cell in grid(model_of(world), "plain", protocol=name)]
+    for result in run(both, tmp_path):
+        cell, heads = result.cell, 3 * 2
+        counted = cell.protocol == "kvpress" and cell.evictor != "full"
+        assert result.facts["protocol"]["name"] == cell.protocol and len(result.lines) == 2
+        for line in result.lines:
+            competing = line["tokens"] + (line["prefix"] if counted else 0)
+            assert line["pairs"] == floor(Fraction(cell.ratio) * competing * heads)
+            assert line["pairs_with_prefix"] == line["pairs"] + (0 if counted else heads * line["prefix"])

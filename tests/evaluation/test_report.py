@@ -1,0 +1,399 @@
+"""The page of a run folder: what it says, what it refuses, and the files beside it."""
+
+import csv
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from restorekv.cli import execute
+from restorekv.errors import RestoreKVError
+from restorekv.evaluation.cell import Cell
+from restorekv.evaluation.report import build, draw
+from restorekv.evaluation.report.names import Names, ending
+from restorekv.evaluation.report.paired import pairs
+from restorekv.evaluation.report.runs import read, unseeded
+from restorekv.evaluation.results import ANSWERS, load
+from restorekv.evaluation.stats import Answer, compared
+from tests.helpers import report_world
+
+VOID = {"meta", "link", "br", "img", "path", "use", "rect", "circle", "image"}
+
+
+class Page(HTMLParser):
+    """Tags that were opened, text by the class of what it stands in, and every address."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags, self.open, self.links, self.ids, self.headings, self.words = [], [], [], [], [], []
+        self.feed(text)
+        assert not self.open, f"left open: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self.tags.append(tag)
+        told = dict(attrs)
+        self.links += [told[key] for key in ("href", "src", "xlink:href", "action") if key in told]
+        self.ids += [told["id"]] if "id" in told else []
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+        if self.open and self.open[-1] == "h2" and data.strip():
+            self.headings.append(data.strip())
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).replace("\u00a0", " ").split())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def coarse():
+    """Small pictures, in less time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draw, "DPI", 40)
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    made = report_world.write_run(tmp_path_factory.mktemp("run"))
+    report_world.write_analyses(made)
+    build.report(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def page(folder) -> Page:
+    return Page((folder / "report" / "index.html").read_text())
+
+
+def rows(folder: Path, name: str) -> list[dict]:
+    with (folder / "report" / "csv" / f"{name}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def answers(cell: Cell, folder: Path) -> list[Answer]:
+    return next(result for result in load(folder) if result.cell == cell).answers
+
+
+def test_every_section_is_there(page):
+    assert page.headings == [
+        "Accuracy against ratio", "Restored beside its base", "Fidelity to the full cache", "Both protocols",
+        "Needle in a haystack", "Attention on the context", "Distance from the full cache", "What survives",
+        "Where restore tokens look", "Efficiency", "Tasks and what was kept", "Conventions and versions",
+    ]  # fmt: skip
+
+
+def test_the_page_stands_alone(folder, page):
+    text = (folder / "report" / "index.html").read_text()
+    assert "script" not in page.tags and "link" not in page.tags and "img" not in page.tags
+    assert not re.search(r"@import|url\((?!#)", text)
+    beside = [link for link in page.links if not link.startswith(("#", "data:image/png"))]
+    assert not [link for link in beside if not link.startswith(("csv/", "png/"))]
+    assert beside and all((folder / "report" / link).is_file() for link in beside)
+
+
+def test_ids_are_unique_and_references_are_met(folder, page):
+    assert len(set(page.ids)) == len(page.ids)
+    text = (folder / "report" / "index.html").read_text()
+    wanted = {link[1:] for link in page.links if link.startswith("#")} | set(re.findall(r"url\(#([^)]+)\)", text))
+    assert wanted <= set(page.ids)
+
+
+def test_pngs_are_pictures_and_as_many_as_charts(folder, page):
+    pictures = sorted((folder / "report" / "png").glob("*.png"))
+    assert len(pictures) == sum(link.startswith("png/") for link in page.links) > 8
+    for picture in pictures:
+        pixels = imread(picture)
+        assert pixels.shape[1] > 150 and pixels[..., :3].std() > 0.01, picture.name
+
+
+def test_paired_table_has_the_gains_of_stats(folder, page):
+    """Two seeds are one benchmark of twice the contexts; an oracle pools them by hand."""
+    cell = Cell("bundled", "bundled:count=6", "kvzip", "0.05", adapter="auto")
+    sides = {True: [], False: []}
+    for seed, spec in enumerate(("bundled:count=6", "bundled:count=6,seed=1")):
+        for restored, side in sides.items():
+            asked = replace(cell, benchmark=spec, adapter="auto" if restored else None)
+            side += [replace(answer, document=f"{seed} {answer.document}") for answer in answers(asked, folder)]
+    expected = compared(sides[True], sides[False])
+    told = next(
+        row for row in rows(folder, "paired-bundled-bundled-kvpress")
+        if (row["benchmark"], row["method"], row["ratio"]) == ("bundled:count=6", "KVzip + RestoreKV", "0.05")
+    )  # fmt: skip
+    for key, value in expected.items():
+        assert float(told[key]) == pytest.approx(value), key
+    assert f"{expected['score']:.1f} ▲ +{expected['gain']:.1f}" in page.text
+
+
+def test_chart_data_are_the_summaries(folder):
+    """QASPER has one seed, so that its rows are what the cells' summaries say."""
+    told = {
+        (row["method"], row["ratio"]): row for row in rows(folder, "accuracy-kvzip") if row["benchmark"] == "qasper"
+    }
+    assert len(told) == 9
+    for result in load(folder):
+        cell = result.cell
+        if cell.benchmark == "qasper" and cell.protocol == "kvzip":
+            label = {"full": "full cache", "kvzip": "KVzip", "snapkv": "SnapKV"}[cell.evictor]
+            row = told[label + " + RestoreKV" * cell.restored, str(cell.value)]
+            for key in ("score", "low", "high", "kept", "kept_with_prefix"):
+                assert float(row[key]) == pytest.approx(result.summary[key]), (cell, key)
+
+
+def test_counts_of_gains(folder, page):
+    run = read(folder)
+    found = pairs(run, Names(run))
+    assert len(found) == 2 * 2 * 2 * 2 + 2
+    more, sure = sum(pair.figures["gain"] > 0 for pair in found), sum(pair.figures["gain_low"] > 0 for pair in found)
+    assert f"{more} of {len(found)} paired cells improve, {sure} of them with a 95 % interval above zero" in page.text
+
+
+def test_protocols_are_explained_in_the_run_s_own_pairs(folder, page):
+    """By hand: at r, kvpress holds floor(r (S + T) L H), kvzip S L H + floor(r T L H), with their own S."""
+    heads = report_world.LAYERS * report_world.HEADS
+    tokens = [
+        line["tokens"] for result in load(folder)
+        if result.cell == Cell.full(model="bundled", benchmark="qasper") for line in result.lines
+    ]  # fmt: skip
+    counted = np.mean([int((t + 3) * heads * 5 // 100) for t in tokens])
+    free = np.mean([28 * heads + t * heads * 5 // 100 for t in tokens])
+    assert f"At r = 0.05, kvzip really holds {free:,.0f} pairs and kvpress {counted:,.0f}" in page.text
+    assert f"{free - counted:,.0f} more ({100 * (free / counted - 1):.1f} %)" in page.text
+    left = f"leaves {free - 28 * heads:,.0f} under kvzip and {counted - 3 * heads:,.0f} under kvpress"
+    assert left in page.text
+    table = {(row["ratio"], row["protocol"]): row for row in rows(folder, "protocol-pairs-bundled-qasper-kvpress")}
+    assert float(table["0.05", "kvzip"]["held"]) == pytest.approx(free)
+    assert float(table["0.05", "kvpress"]["held"]) == pytest.approx(counted)
+    assert "kvzip:chunk=2000,sinks=28" in page.text and "stops of kvpress" in page.text
+
+
+def test_needles_by_length_and_depth(folder):
+    cell = Cell("bundled", "needle", "kvzip", "0.05", adapter="auto")
+    found = {answer.document: 100 * answer.score for answer in answers(cell, folder)}
+    told = [row for row in rows(folder, "needle-bundled-needle-kvpress-0.05") if row["method"] == "KVzip + RestoreKV"]
+    assert {f"{row['length']}-{float(row['depth']):g}": float(row["score"]) for row in told} == found
+    assert len(found) == 6
+
+
+def test_what_was_kept_stands_beside_the_ratio(folder):
+    result = next(
+        found for found in load(folder) if found.cell == Cell("bundled", "qasper", "snapkv", "0.2", protocol="kvzip")
+    )
+    told = next(
+        row for row in rows(folder, "kept-bundled-qasper-kvzip") if (row["method"], row["ratio"]) == ("SnapKV", "0.2")
+    )
+    for key in ("pairs", "pairs_with_prefix", "bytes", "kept", "kept_with_prefix"):
+        assert float(told[key]) == pytest.approx(result.summary[key])
+
+
+def test_fidelity_is_that_of_the_summaries(folder, page):
+    found = {(row["method"], row["ratio"]): row for row in rows(folder, "fidelity-bundled-qasper-kvzip")}
+    assert len(found) == 8, "the full cache is what the others are compared with"
+    for result in load(folder):
+        if result.cell.benchmark == "qasper" and result.cell.protocol == "kvzip" and result.cell.evictor == "kvzip":
+            row = found["KVzip + RestoreKV" if result.cell.restored else "KVzip", str(result.cell.value)]
+            for key in ("kl", "kl_low", "kl_high", "same"):
+                assert float(row[key]) == pytest.approx(result.summary[key])
+            assert f"{result.summary['kl']:.3f}" in page.text
+
+
+def test_text_is_escaped(folder, page):
+    text = (folder / "report" / "index.html").read_text()
+    assert "&lt;system&gt; &amp; &lt;user&gt;" in text and "<system>" not in text
+    assert "mass on <non-sink> context columns" in page.text
+    assert "'<Marta>' 8.0 %" in page.text
+
+
+def test_conventions_of_every_cell(folder, page):
+    told = rows(folder, "conventions")
+    assert {row["cell"] for row in told} == {result.folder.name for result in load(folder)}
+    assert {row["protocol.before"] for row in told} == {"<user>", "<system> & <user>"}
+    assert "decoding greedy" in page.text
+
+
+def test_unfinished_cells_are_said_to_run(tmp_path):
+    base = Cell("bundled", "qasper", "kvzip", "0.1")
+    report_world.write_cell(tmp_path, base)
+    report_world.write_cell(tmp_path, replace(base, adapter="auto"), answered=2)
+    report_world.write_cell(tmp_path, Cell.full(model="bundled", benchmark="qasper"), answered=0)
+    build.report(tmp_path)
+    page = Page((tmp_path / "report" / "index.html").read_text())
+    assert "running (2 of 6 contexts)" in page.text and "running (0 of 6 contexts)" in page.text
+    assert "No pair of a base and its restored cell is finished yet." in page.text
+    assert "Still running and not drawn: 1 cell." in page.text
+    assert {row["method"] for row in rows(tmp_path, "accuracy-kvpress")} == {"KVzip"}
+
+
+def test_sections_need_data(tmp_path):
+    report_world.write_cell(tmp_path, Cell("bundled", "qasper", "kvzip", "0.1"))
+    build.report(tmp_path)
+    page = Page((tmp_path / "report" / "index.html").read_text())
+    assert page.headings == [
+        "Accuracy against ratio", "Restored beside its base", "Fidelity to the full cache", "Tasks and what was kept",
+        "Conventions and versions",
+    ]  # fmt: skip
+    report_world.write_analyses(tmp_path / "other")
+    build.report(tmp_path / "other")
+    page = Page((tmp_path / "other" / "report" / "index.html").read_text())
+    assert page.headings[0] == "Attention on the context" and page.headings[-1] == "Efficiency"
+
+
+def test_many_methods_have_a_panel_each(tmp_path):
+    for cell in report_world.cells_of("qasper", ("kvzip", "kvzip+", "snapkv", "h2o"), ("0.1", "0.05")):
+        report_world.write_cell(tmp_path, cell)
+    build.report(tmp_path)
+    text = (tmp_path / "report" / "index.html").read_text()
+    assert [re.search(f'aria-label="{name}"', text) is not None for name in ("KVzip", "KVzip+", "SnapKV", "H2O")] == [
+        True
+    ] * 4
+
+
+def test_a_control_is_no_other_method(tmp_path):
+    """Fewer restore tokens, an offset and a prefix policy of its own have labels or places of their own."""
+    base = Cell("bundled", "qasper", "kvzip", "0.1")
+    for cell in (base, replace(base, adapter="auto"), replace(base, adapter="auto", restore_tokens=1)):
+        report_world.write_cell(tmp_path, cell)
+    report_world.write_cell(tmp_path, replace(base, offset=8))
+    report_world.write_cell(tmp_path, replace(base, prefix_policy="free"))
+    run = read(tmp_path)
+    names = Names(run)
+    labels = [[names.label(method) for method in names.of(place)] for place in run.places]
+    assert labels == [["KVzip", "KVzip, offset 8", "KVzip + RestoreKV", "KVzip + RestoreKV, n = 1"], ["KVzip"]]
+    assert [names.place(place) for place in run.places] == ["QASPER", "QASPER, prefix free"]
+
+
+@pytest.mark.parametrize("change", [{"fingerprint": "0" * 16}, {"benchmark": {"digest": "0" * 16}}])
+def test_mixed_up_cells_are_refused(tmp_path, change):
+    base = Cell("bundled", "qasper", "kvzip", "0.1")
+    report_world.write_cell(tmp_path, base)
+    facts = report_world.facts_of(base, 6)
+    other = {key: {**facts[key], **value} if isinstance(value, dict) else value for key, value in change.items()}
+    report_world.write_cell(tmp_path, replace(base, ratio="0.2"), **other)
+    with pytest.raises(RestoreKVError, match="of one name"):
+        build.report(tmp_path)
+    assert not (tmp_path / "report").exists()
+
+
+def test_the_same_context_in_two_seeds_counts_once(tmp_path):
+    """Where a seed draws from a fixed set, both may have drawn one context."""
+    base = Cell("bundled", "qasper:count=6", "kvzip", "0.1")
+    first = report_world.write_cell(tmp_path, base)
+    second = report_world.write_cell(tmp_path, replace(base, benchmark="qasper:count=6,seed=1"))
+    lines = [json.loads(line) for line in (first.folder / "answers.jsonl").read_text().splitlines()]
+    (second.folder / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (pool,) = next(iter(read(tmp_path).places.values())).cells.popitem()[1].values()
+    assert len(pool.results) == 2 and len(pool.lines) == len(lines) == 6
+
+
+def test_needles_in_two_haystacks_count_twice(tmp_path):
+    """Their questions are the same; the texts around them are drawn by the seed."""
+    for spec in ("needle:lengths=500+2000", "needle:lengths=500+2000,seed=1"):
+        report_world.write_cell(tmp_path, Cell("m", spec, "kvzip", "0.1"))
+    [grid] = read(tmp_path).places.values()
+    [by_ratio] = grid.cells.values()
+    assert len(by_ratio[0.1].lines) == 12
+
+
+def test_what_stands_in_for_official_data_is_told_beside_the_chart(tmp_path):
+    cell = Cell("m", "bundled:count=6", "kvzip", "0.1")
+    made = report_world.facts_of(cell, 6)["benchmark"] | {"stand_ins": {"qa_1": "generated documents"}}
+    report_world.write_cell(tmp_path, cell, benchmark=made)
+    build.report(tmp_path)
+    text = Page((tmp_path / "report" / "index.html").read_text()).text
+    assert "not the official data for qa_1" in text
+
+
+def test_unseeded():
+    assert [unseeded(spec) for spec in ("ruler", "ruler:seed=3", "ruler:length=8192,seed=3,count=5")] == [
+        "ruler", "ruler", "ruler:length=8192,count=5",
+    ]  # fmt: skip
+
+
+def test_command_line(folder, tmp_path, capsys):
+    assert execute(["report", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+    assert execute(["report", str(tmp_path / "none")]) == 1
+    assert "There is no folder" in capsys.readouterr().err
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("mine")
+    assert execute(["report", str(folder), "--out", str(precious)]) == 1
+    assert "holds something that is no report" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"] and (precious / "thesis.txt").exists()
+
+
+def test_a_page_with_more_beside_it_stays(tmp_path):
+    """`python -m paper` writes OUT/report too, with paper.json beside the page."""
+    report_world.write_cell(tmp_path, Cell("bundled", "qasper", "kvzip", "0.1"))
+    build.report(tmp_path)
+    (tmp_path / "report" / "paper.json").write_text("{}")
+    with pytest.raises(RestoreKVError, match=r"holds paper\.json"):
+        build.report(tmp_path)
+    assert (tmp_path / "report" / "index.html").exists()
+    assert build.report(tmp_path, tmp_path / "page").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "others", "told"),
+    [
+        ("runs/mine/adapter", {"runs/mine/adapter", None}, "adapter"),
+        ("runs/mine/adapter", {"runs/mine/adapter", "runs/other/adapter"}, "mine/adapter"),
+        ("a/x/adapter/", {"a/x/adapter/", "b/x/adapter", "me/adapter"}, "a/x/adapter/"),
+        ("adapter", {"adapter", "mine/adapter"}, "adapter"),
+    ],
+)
+def test_adapters_in_folders_of_one_name_are_told_apart(name, others, told):
+    assert ending(name, others) == told
+
+
+def test_storage_and_streaming_stand_behind_the_plain_method(tmp_path):
+    """The plain one keeps the evictor's look and title; a restored cell is paired with a base that is held as it is."""
+    base = Cell("bundled", "bundled:count=6", "kvzip", "0.05")
+    for changed in ({"storage": "fp8"}, {"storage": "int8"}, {"streaming": 512}, {}):
+        for adapter in (None, "auto"):
+            report_world.write_cell(tmp_path, replace(base, adapter=adapter, **changed), answered=2)
+    run = read(tmp_path)
+    names, (grid,) = Names(run), run.places.values()
+    alone = ["KVzip", "KVzip, streamed 512 tokens at a time", "KVzip, held in fp8", "KVzip, held in int8"]
+    assert [names.label(method) for method in names.methods][:4] == alone
+    for method in names.methods[4:]:
+        assert method.base in names.methods[:4]
+        assert (method.base.storage, method.base.streaming) == (method.storage, method.streaming)
+    assert len(grid.cells) == 8
+
+
+def test_a_task_below_ten_on_the_full_cache_is_left_out_of_means_and_shown(tmp_path, monkeypatch):
+    monkeypatch.setitem(report_world.SKILL, "full", 0.0)
+    cells = report_world.cells_of("bundled:count=6", ("kvzip",), ("0.2",))
+    for cell in cells:
+        result = report_world.write_cell(tmp_path, cell)
+        lines = [json.loads(json.dumps(line)) for line in result.lines]
+        for line in lines:
+            for told in line["answers"]:
+                told["score"] = float(told["task"] != "qa") if cell.evictor == "full" else told["score"]
+        (result.folder / ANSWERS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    build.report(tmp_path)
+    page = Page((tmp_path / "report" / "index.html").read_text())
+    assert "the full cache is below 10 on qa, left out of means." in page.text
+    run = read(tmp_path)
+    (grid,) = run.places.values()
+    (base,) = (pool for method, by in grid.cells.items() if not method.restored for pool in by.values())
+    kept = [answer for answer in base.answers if answer.family != "qa"]
+    assert base.score() == compared(kept) and grid.full.score()["score"] == 100
+    assert base.score(["qa"])["questions"] == 6, "shown by itself"

@@ -1,0 +1,167 @@
+"""Rows of finished cells: pairs and bytes really held, gains over the right base, tables that show all of them."""
+
+import json
+import shutil
+from dataclasses import replace
+from math import floor
+
+import pytest
+
+from restorekv import tasks
+from restorekv.evaluation.cell import Cell
+from restorekv.evaluation.expand import Grid
+from restorekv.evaluation.results import SUMMARY, opened
+from restorekv.evaluation.rows import payload, rows
+from restorekv.evaluation.run import run
+from restorekv.evaluation.summary import summary
+from restorekv.evaluation.tables import held, metrics, scores
+from restorekv.files import write_json
+from restorekv.restore.adapter import RestoreAdapter
+from restorekv.tiny.world import Document, Question
+from tests.helpers.grid_results import facts
+from tests.helpers.grid_world import Plain
+from tests.helpers.models import build_model
+
+TEXT = "the code of the red house is seven; who lives in the blue house? the blue house is the code of who. " * 2
+QUESTIONS = (
+    Question("who?", ("red",), "red", "qa", "all", 3),
+    Question("what?", ("is",), "is", "vt", "all", 3),
+)
+DOCUMENTS = [Document(TEXT + tail, "made", QUESTIONS) for tail in ("red", "blue house")]
+LAYERS, HEADS, DIM = 3, 2, 16
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, tiny_tokenizer):
+    """A folder with a tiny model and an adapter for it."""
+    root = tmp_path_factory.mktemp("rows")
+    model = build_model("qwen3")
+    model.save_pretrained(root / "model")
+    tiny_tokenizer.save_pretrained(root / "model")
+    adapter = RestoreAdapter.create(model, 2, rank=2)
+    adapter.describe(evictor="kvzip")
+    adapter.save_pretrained(root / "adapter")
+    return root
+
+
+@pytest.fixture(autouse=True)
+def made(monkeypatch):
+    monkeypatch.setattr("restorekv.tiny.suite.documents", lambda *_: DOCUMENTS)
+
+
+def measured(world, folder, methods, ratios=("0.4", "0.2"), **common):
+    results = run(Grid([str(world / "model")], methods, ratios=ratios, common=common).cells(), folder)
+    return results, {(row["evictor"], row["restored"], row["ratio"]): row for row in rows(results)}
+
+
+@pytest.mark.parametrize("policy", ["free", "counted"])
+def test_rows_report_what_the_caches_held(world, tmp_path, policy):
+    methods = [("kvzip", str(world / "adapter")), ("kvzip+", None)]
+    results, found = measured(world, tmp_path, methods, prefix_policy=policy)
+    full = found["full", False, 1.0]
+    assert len(found) == 1 + 4 + 2 and next(iter(found.values())) == full
+    assert full["kept"] == full["kept_with_prefix"] == 1 and floor(full["pairs"]) // (LAYERS * HEADS) > 0
+    for (evictor, restored, ratio), row in found.items():
+        assert row["questions"] == 4 and row["samples"] == 2 and row["low"] <= row["score"] <= row["high"]
+        if evictor != "full":
+            whole = full["pairs"] if policy == "free" else full["pairs_with_prefix"]
+            assert row["pairs"] == pytest.approx(found[evictor, False, ratio]["pairs"])
+            assert ratio * whole - 1 < row["pairs"] <= ratio * whole and row["kept"] <= ratio
+            assert row["bytes"] < full["bytes"]
+            assert (row["kept_with_prefix"] > row["kept"]) == (policy == "free")
+        if restored:
+            assert {"gain", "gain_low", "gain_high", "recovered"} <= row.keys()
+            assert row["gain"] == pytest.approx(row["score"] - found[evictor, False, ratio]["score"])
+            assert set(row["groups"]) == {"questions", "retrieval and tracing"}
+            assert all("gain" in group for group in row["groups"].values())
+        else:
+            assert "gain" not in row
+    [table] = scores(list(found.values()))
+    assert table.row_count == 3 and held(list(found.values())).row_count == 7
+    told = json.loads(json.dumps(payload(results)))
+    assert {cell["prefix_policy"] for name, cell in told["facts"].items() if "_full_" not in name} == {policy}
+
+
+def test_attention_matching_stands_beside_an_evictor(world, tmp_path):
+    _, found = measured(world, tmp_path, [("am-fast", None), ("snapkv", None)], ("0.3",), prefix_policy="free")
+    matched, evicted, full = (
+        found[key] for key in (("am-fast", False, 0.3), ("snapkv", False, 0.3), ("full", False, 1))
+    )
+    assert matched["pairs"] == evicted["pairs"]
+    assert matched["bytes"] - evicted["bytes"] == 4 * matched["pairs_with_prefix"]  # one number more for every pair
+    pair = 2 * DIM * 4 + 4  # key, value, position
+    assert full["bytes"] == full["pairs_with_prefix"] * pair + LAYERS * (HEADS + 1) * 4
+
+
+def test_the_full_cache_is_asked_without_the_offset(world, tmp_path):
+    plain, moved = (
+        measured(world, tmp_path / str(offset), [("knorm", None)], ("0.5",), offset=offset)[0][0] for offset in (0, 200)
+    )
+    assert plain.lines == moved.lines and plain.cell == moved.cell
+
+
+def test_adapters_of_one_evictor_are_told_apart(world, tmp_path):
+    (world / "other").mkdir(exist_ok=True)
+    shutil.copytree(world / "adapter", world / "other" / "adapter", dirs_exist_ok=True)
+    methods = [("kvzip", str(world / name)) for name in ("adapter", "other/adapter")]
+    results, _ = measured(world, tmp_path, methods, ("0.4",))
+    assert len(results) == 4 and [row["restored"] for row in rows(results)] == [False, False, True, True]
+    [table] = scores(rows(results))
+    assert table.row_count == 3 and len(set(table.columns[0]._cells)) == 3
+    [table] = scores(rows(measured(world, tmp_path, methods[:1], ("0.4",), restore_tokens=1)[0]))
+    assert "n = 1" in str(table.columns[0]._cells[-1])
+
+
+def test_a_cell_that_runs_is_no_figure(world, tmp_path):
+    results, _ = measured(world, tmp_path, [("kvzip", str(world / "adapter"))], ("0.4", "0.2"))
+    (results[1].folder / "summary.json").unlink()
+    left = rows([type(result)(result.folder, result.cell, result.facts) for result in results])
+    assert len(left) == 4 and sum("gain" in row for row in left) == 1
+    [table] = scores(left)
+    assert "running" in {cell for column in table.columns for cell in column._cells}
+
+
+def by_hand(folder, cell, means):
+    """A finished cell whose tasks have these scores: three contexts with a question of each task."""
+    result = opened(folder, cell, facts(cell, {}) | {"fingerprint": "f"})
+    for name in range(3):
+        answers = [
+            {
+                "id": f"{name}-{task}", "task": task, "prediction": "", "score": mean, "metrics": {"half": mean / 2},
+                "kl": 0.3, "answer_tokens": 2, "same": False,
+            }
+            for task, mean in means.items()
+        ]  # fmt: skip
+        held = {"tokens": 100, "prefix": 3, "pairs": 60, "pairs_with_prefix": 78, "bytes": 1000}
+        result.append({"sample": str(name), **held, "answers": answers}, {})
+    write_json(result.folder / SUMMARY, summary(result))
+    return result
+
+
+def test_a_task_with_nothing_to_lose_is_shown_and_left_out_of_means(tmp_path, monkeypatch):
+    monkeypatch.setitem(tasks.BENCHMARKS, "plain", Plain)
+    by_method = {
+        "full": {"a": 0.8, "b": 0.05, "c": 0.4},
+        "base": {"a": 0.2, "b": 0.9, "c": 0.2},
+        "restored": {"a": 0.6, "b": 0.0, "c": 0.3},
+    }
+    found = {}
+    for method, means in by_method.items():
+        cell = Cell("m", "plain", "kvzip" if method != "full" else "full", "0.5" if method != "full" else "1")
+        cell = replace(cell, adapter="auto" if method == "restored" else None)
+        found[method] = by_hand(tmp_path / "some", cell, means)
+    full, base, restored = rows(list(found.values()))
+    assert full["left_out"] == base["left_out"] == ["b"] and base["tasks"]["b"] == pytest.approx(90)
+    assert (full["score"], base["score"], restored["score"]) == pytest.approx((60, 20, 45))
+    assert restored["gain"] == pytest.approx(25) and restored["recovered"] == pytest.approx(25 / 40)
+    assert restored["questions"] == 9 and base["metrics"] == {"half": pytest.approx(10)}
+    assert base["kl"] == pytest.approx(0.3), "fidelity keeps every task"
+    assert found["base"].summary["score"] == pytest.approx(100 * 1.3 / 3), "a cell alone does not know the full cache"
+    alone = rows([found["base"]])[0]
+    assert alone["score"] == pytest.approx(100 * 1.3 / 3) and alone["left_out"] == []
+    tables = scores([full, base, restored])
+    assert "left out: full cache below 10 (b)" in tables[0].caption and len(metrics([full, base, restored])) == 1
+    hopeless = [by_hand(tmp_path / "none", result.cell, {"a": 0.09, "b": 0.0}) for result in found.values()]
+    below = rows(hopeless)
+    assert below[0]["score"] == pytest.approx(4.5) and below[0]["left_out"] == ["a", "b"]
+    assert "nothing to lose" in scores(below)[0].caption

@@ -1,0 +1,48 @@
+"""Scores worked out by hand, and intervals that are bootstraps over contexts."""
+
+import numpy as np
+import pytest
+
+from restorekv.errors import RestoreKVError
+from restorekv.evaluation.stats import Answer, compared, family_means, interval, mean_score
+
+
+def answers(scores: dict[tuple[int, str], float]) -> list[Answer]:
+    return [Answer(document, family, "", "", score) for (document, family), score in scores.items()]
+
+
+def test_the_score_is_the_mean_over_families():
+    told = answers({(0, "qa"): 1.0, (1, "qa"): 0.0, (2, "qa"): 0.0, (0, "vt"): 1.0})
+    mean, low, high = interval(told)
+    assert mean == pytest.approx(100 * (1 / 3 + 1) / 2)
+    assert low <= mean <= high
+
+
+def test_the_interval_agrees_with_the_normal_one_for_one_family():
+    rng = np.random.default_rng(1)
+    values = rng.random(400)
+    mean, low, high = interval(answers({(index, "qa"): float(value) for index, value in enumerate(values)}))
+    half = 1.96 * 100 * values.std(ddof=1) / np.sqrt(len(values))
+    assert (low, high) == (pytest.approx(mean - half, abs=0.4), pytest.approx(mean + half, abs=0.4))
+
+
+def test_a_paired_gain_of_one_everywhere_has_no_width():
+    base = answers({(index, "qa"): 0.0 for index in range(30)})
+    better = answers({(index, "qa"): 1.0 for index in range(30)})
+    assert interval(better, base) == (100.0, 100.0, 100.0)
+
+
+def test_a_context_may_count_once_however_much_it_is_asked():
+    """KVzip's rule: context 0 has three questions, context 1 has one."""
+    told = [Answer(0, "qa", str(turn), "", 1.0) for turn in range(3)] + [Answer(1, "qa", "0", "", 0.0)]
+    assert mean_score(told) == 75 and mean_score(told, by_context=True) == 50
+    assert interval(told, by_context=True)[0] == 50 and compared(told, told, by_context=True)["gain"] == 0
+    other = [*told, Answer("two", "vt", "0", "", 1.0)]
+    assert family_means(other) == {"qa": 75, "vt": 100} and family_means(other, by_context=True)["qa"] == 50
+
+
+def test_runs_that_were_asked_other_questions_are_not_compared():
+    told = answers({(0, "qa"): 1.0, (1, "qa"): 0.0})
+    for other in (answers({(0, "qa"): 1.0, (2, "qa"): 0.0}), told[::-1], told[:1]):
+        with pytest.raises(RestoreKVError, match="different questions"):
+            interval(told, other)

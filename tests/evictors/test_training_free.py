@@ -1,0 +1,250 @@
+"""The training-free evictors against float64 oracles, from one dense pass of transformers' own eager attention."""
+
+import copy
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from restorekv import evictors
+from restorekv.compression.compressor import Eviction
+from restorekv.errors import RestoreKVError
+from restorekv.evictors.kvpress_bridge import FromKVPress
+from restorekv.model.observer import probing
+from restorekv.model.prefill import prefill
+from restorekv.model.prompt import Context
+from restorekv.model.shape import CacheShape
+from tests.helpers.models import build_model
+
+T = 61
+NAMES = ["expected_attention", "keydiff", "knorm", "streaming", "tova", "random"]
+SPECS = [name.replace("_", "-") for name in NAMES]
+
+
+def make_context(length=T, prefix=3, seed=1):
+    ids = torch.randint(3, 320, (1, prefix + length), generator=torch.Generator().manual_seed(seed))
+    return Context(ids, prefix, torch.zeros(1, 0, dtype=torch.long))
+
+
+def score(spec, model, context, chunk=4096):
+    evictor = evictors.make(spec)
+    watched = evictor.watch(model, context)
+    if watched is None:
+        return evictor.score(model, None, context, prefill(model, context.ids, chunk))
+    with probing(model, watched):
+        full = prefill(model, context.ids, chunk)
+    return evictor.score(model, None, context, full, watched)
+
+
+class Dense:
+    """Per layer in float64: keys and values (H, K, D), attention (H * G, K, K), queries before RoPE (H * G, K, D)."""
+
+    def __init__(self, model, context):
+        model = copy.deepcopy(model).double()
+        model.set_attn_implementation("eager")
+        self.queries, cache = [], DynamicCache()
+
+        def keep(module, args, output):
+            self.queries.append(output.view(context.positions, -1, model.config.head_dim).transpose(0, 1))
+
+        for layer in model.model.layers:
+            getattr(layer.self_attn, "q_norm", layer.self_attn.q_proj).register_forward_hook(keep)
+        with torch.no_grad():
+            out = model.model(context.ids, past_key_values=cache, output_attentions=True)
+        self.attention = [weights[0] for weights in out.attentions]
+        self.keys = [layer.keys[0] for layer in cache.layers]
+        self.values = [layer.values[0] for layer in cache.layers]
+        self.theta = model.config.rope_parameters["rope_theta"]
+
+
+def mean_rotation(dim, theta, positions):
+    """The D x D rotation of `rotate_half` RoPE, built entry by entry and averaged over positions."""
+    total = torch.zeros(dim, dim, dtype=torch.float64)
+    for i in range(dim // 2):
+        angles = [position * theta ** (-2 * i / dim) for position in positions]
+        cos, sin = (sum(map(f, angles)) / len(angles) for f in (math.cos, math.sin))
+        j = i + dim // 2
+        total[i, i] = total[j, j] = cos
+        total[i, j], total[j, i] = -sin, sin
+    return total
+
+
+def expected(dense, context, sinks=4, future=512, covariance=True, values=True, epsilon=0.0):
+    """(L, H, S + T), zero in the first `sinks` columns."""
+    ahead, result = range(context.positions, context.positions + future), []
+    for keys, value, queries in zip(dense.keys, dense.values, dense.queries, strict=True):
+        heads, _, dim = keys.shape
+        rotation, scores = mean_rotation(dim, dense.theta, ahead), torch.zeros(keys.shape[:2], dtype=torch.float64)
+        for head in range(heads):
+            shares = []
+            for query in queries.view(heads, -1, *queries.shape[1:])[head]:
+                past = query[sinks:] @ rotation.T
+                logits = keys[head, sinks:] @ past.mean(0) / dim**0.5
+                if covariance:
+                    spread = torch.cov(past.T, correction=0)
+                    logits += torch.stack([k @ spread @ k for k in keys[head, sinks:]]) / (2 * dim)
+                shares.append(logits.exp() / logits.exp().sum())
+            looked = sum(shares) / len(shares)
+            scores[head, sinks:] = (looked + epsilon) * value[head, sinks:].norm(dim=-1) if values else looked
+        result.append(scores)
+    return torch.stack(result)
+
+
+def pinned(scores, columns):
+    """Whether these columns of (L, H, T), and no others, are above all the rest of the tensor, in falling order."""
+    columns = list(columns)
+    others = [i for i in range(scores.shape[-1]) if i not in columns]
+    above = not columns or not others or scores[..., columns].min() > scores[..., others].max()
+    return bool(above and (scores[..., columns].diff() < 0).all()), others
+
+
+CHANGES = [
+    {},
+    {"sinks": 0, "future": 1},
+    {"covariance": False, "epsilon": 0.01},
+    {"values": False, "epsilon": 0.5},
+    {"sinks": 9, "future": 3, "epsilon": 0.02},
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("prefix", [0, 3, 6])
+def test_expected_attention(tiny_model, prefix, change):
+    context = make_context(prefix=prefix)
+    settings = ",".join(f"{name}={str(value).lower()}" for name, value in change.items())
+    found = score(f"expected-attention:{settings}", tiny_model, context).double()
+    sinks = range(max(change.get("sinks", 4) - prefix, 0))
+    above, others = pinned(found, sinks)
+    exact = expected(Dense(tiny_model, context), context, **change)[..., prefix:]
+    assert above
+    torch.testing.assert_close(found[..., others], exact[..., others], rtol=2e-4, atol=0)
+
+
+@pytest.mark.parametrize("chunk", [20, 5, 1])
+def test_expected_attention_of_a_chunked_prefill(tiny_model, chunk):
+    context = make_context()
+    whole, parts = (score("expected-attention", tiny_model, context, size) for size in (4096, chunk))
+    torch.testing.assert_close(parts, whole, rtol=2e-4, atol=0)
+
+
+def test_the_covariance_stands_a_large_mean():
+    """With a common offset of 1e3 raw sums of squares would lose the spread of 1 in float32; deviations keep it."""
+    model, context = build_model("llama"), make_context(400, 0)
+    moments = evictors.make("expected-attention").watch(model, context)
+    shape, generator = CacheShape.of(model), torch.Generator().manual_seed(0)
+    hidden = torch.randn(400, shape.hidden, generator=generator)
+    projection = model.model.layers[0].self_attn.q_proj
+    projection.bias = torch.nn.Parameter(torch.full((projection.out_features,), 1e3), requires_grad=False)
+    queries = (hidden.double() @ projection.weight.double().T + 1e3).unflatten(-1, (shape.heads, shape.groups, -1))
+
+    class Probe:
+        layer, module = 0, model.model.layers[0].self_attn
+
+    for start in range(0, 400, 50):
+        probe = Probe()
+        probe.hidden, probe.key = hidden[start : start + 50], torch.zeros(shape.heads, start + 50, shape.head_dim)
+        probe.query = torch.zeros(shape.heads, shape.groups, 50, shape.head_dim)
+        moments(probe)
+    spread = torch.cov(queries[4:, 0, 0].T, correction=0)
+    assert moments.count[0] == 396
+    torch.testing.assert_close(moments.spread[0, 0, 0].double() / 396, spread, rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("prefix", [0, 3, 6])
+@pytest.mark.parametrize("chunk", [4096, 20])
+def test_keydiff_knorm_and_tova(tiny_model, prefix, chunk):
+    context = make_context(prefix=prefix)
+    dense = Dense(tiny_model, context)
+    exact = {"knorm": [], "keydiff": [], "tova": []}
+    for keys, weights in zip(dense.keys, dense.attention, strict=True):
+        norms = (keys * keys).sum(-1).sqrt()
+        anchor = (keys / norms[..., None]).mean(1)
+        exact["knorm"].append(-norms)
+        exact["keydiff"].append(-torch.einsum("hkd,hd->hk", keys, anchor) / norms / anchor.norm(dim=-1)[:, None])
+        exact["tova"].append(weights[:, -1].mean(0).expand(len(keys), -1))
+    for name, layers in exact.items():
+        found, wanted = score(name, tiny_model, context, chunk).double(), torch.stack(layers)[..., prefix:]
+        if name == "tova":
+            assert pinned(found, [context.tokens - 1])[0]
+            found, wanted = found[..., :-1], wanted[..., :-1]
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("sinks", [0, 4, 8])
+@pytest.mark.parametrize("prefix", [0, 3, 6])
+def test_streaming_keeps_sinks_then_the_latest(tiny_model, prefix, sinks):
+    prepared = Eviction.make(f"streaming:sinks={sinks}").prepare(tiny_model, None, make_context(prefix=prefix))
+    layers, heads, _ = prepared.scores.shape
+    first = max(sinks - prefix, 0)
+    for count in (0, 1, first, first + 1, 20, T):
+        keep = prepared.conventions.allocation(prepared.competing(), count * layers * heads)
+        wanted = {*range(min(first, count)), *range(T - max(count - first, 0), T)}
+        assert all(set(head.nonzero().flatten().tolist()) == wanted for head in keep.flatten(0, 1))
+
+
+def test_random_is_drawn_from_the_seed_and_the_context():
+    model, context = build_model("qwen3"), make_context()
+    before = torch.get_rng_state()
+    one, again = (score("random", model, context) for _ in range(2))
+    assert one.equal(again) and torch.get_rng_state().equal(before)
+    others = [score("random:seed=1", model, context), score("random", model, make_context(seed=2))]
+    assert len({tuple(scores.flatten().tolist()) for scores in (one, *others)}) == 3
+    assert abs(float(one.mean()) - 0.5) < 0.1 and one.min() >= 0 and one.max() < 1 and not one[0].equal(one[1])
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("prefix", [0, 3, 6])
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_small_contexts(spec, length, prefix):
+    model, context = build_model("llama"), make_context(length, prefix)
+    shape, scores = CacheShape.of(model), score(spec, model, context)
+    assert scores.shape == (shape.layers, shape.heads, length) and scores.dtype == torch.float32
+    assert scores.isfinite().all()
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_from_the_model_to_a_cache(tiny_model, spec):
+    """Determinism, any ratio, and a cache that scoring leaves as it was; bfloat16 scores are finite float32."""
+    context, eviction = make_context(), Eviction.make(spec)
+    prepared, again = (eviction.prepare(tiny_model, None, context) for _ in range(2))
+    plain = prefill(tiny_model, context.ids)
+    assert prepared.scores.equal(again.scores)
+    assert all(mine.keys.equal(its.keys) for mine, its in zip(prepared.full.layers, plain.layers, strict=True))
+    for ratio in ("0.2", "1"):
+        assert prepared.at(ratio).pairs == prepared.budget(ratio).pairs + 3 * 2 * context.prefix
+    rough = eviction.prepare(tiny_model.bfloat16(), None, context).scores
+    assert rough.dtype == torch.float32 and rough.isfinite().all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_method_is_under_60_lines(name):
+    assert len((Path(evictors.__file__).parent / f"{name}.py").read_text().splitlines()) < 60
+
+
+@pytest.mark.parametrize("setting", ["epsilon=nan", "epsilon=inf", "epsilon=-1", "future=0", "sinks=-1", "eps=1"])
+def test_wrong_settings_are_refused(setting):
+    with pytest.raises(RestoreKVError):
+        evictors.make(f"expected-attention:{setting}")
+
+
+@pytest.mark.parametrize("spec", ["streaming:sinks=-1", "random:seed=4294967296", "knorm:sinks=4", "tova:window=1"])
+def test_other_wrong_settings_are_refused(spec):
+    with pytest.raises(RestoreKVError):
+        evictors.make(spec)
+
+
+def test_a_model_without_q_proj_is_refused():
+    model = build_model("llama")
+    del model.model.layers[1].self_attn.q_proj
+    with pytest.raises(RestoreKVError, match="q_proj"):
+        evictors.make("expected-attention").watch(model, make_context())
+
+
+@pytest.mark.parametrize("press", ["KnormPress", object()])
+def test_without_kvpress_the_bridge_says_what_to_install(monkeypatch, press):
+    monkeypatch.setitem(sys.modules, "kvpress", None)
+    with pytest.raises(RestoreKVError, match=r"restorekv\[kvpress\].*"):
+        FromKVPress(press)

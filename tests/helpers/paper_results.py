@@ -1,0 +1,43 @@
+"""Finished cells of paper exhibits, made by hand from a table of scores, without a model."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from restorekv.evaluation.cell import Cell
+from restorekv.evaluation.results import ANSWERS, CELL, SECONDS, SUMMARY, Result
+from restorekv.evaluation.summary import summary
+from restorekv.files import write_json
+from restorekv.tasks.base import digest
+
+FACTS = {
+    "fingerprint": "1f2e", "dtype": "float32", "device": "cpu", "allocation": "global", "budget": "B", "score": "mean",
+    "interval": "95 %", "prefix_policy": "free", "shape": {"layers": 3, "heads": 2}, "adapter": None,
+}  # fmt: skip
+
+
+def finished(folder: Path, cell: Cell, said: Mapping[str, Sequence[tuple[float, ...]]]) -> Result:
+    """`said` tells of every task what is said to each document: (score, KL, tokens, same), or the score alone.
+
+    Documents are numbered from 0 in every cell; each is asked all tasks.
+    """
+    place = folder / cell.name
+    place.mkdir(parents=True)
+    facts = {**FACTS, "benchmark": {"title": cell.benchmark}, "protocol": {"name": cell.protocol}}
+    write_json(place / CELL, {"cell": cell.told, "facts": facts})
+    held = {"prefix": 3, "cut": 0, "restore_tokens": 0, "tokens": 100, "pairs": 60, "pairs_with_prefix": 78, "bytes": 9}
+    lines = []
+    for turn in range(len(next(iter(said.values())))):
+        answers = [answer(f"{task}-{turn}", task, *figures[turn]) for task, figures in said.items()]
+        lines.append(json.dumps({"sample": str(turn), **held, "answers": answers}) + "\n")
+    (place / ANSWERS).write_text("".join(lines))
+    (place / SECONDS).write_text("")
+    made = Result(place, cell, facts)
+    write_json(place / SUMMARY, summary(made))
+    return made
+
+
+def answer(name: str, task: str, score: float, *fidelity: float) -> dict:
+    """As a worker tells it."""
+    told = {"id": name, "task": task, "question": name, "prediction": digest([]), "score": score}
+    return told | dict(zip(("kl", "answer_tokens", "same"), fidelity, strict=True)) if fidelity else told

@@ -1,0 +1,228 @@
+"""A run folder made of thin air: cells as a grid writes them, analyses and efficiency as the analysis does."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+from restorekv.compression.budget import Budget
+from restorekv.evaluation.cell import Cell
+from restorekv.evaluation.results import SUMMARY, Result, opened
+from restorekv.evaluation.summary import summary
+from restorekv.files import write_json
+
+LAYERS, HEADS, DIM = 4, 2, 32
+PREFIX = {"kvpress": 3, "kvzip": 28}
+POLICY = {"kvpress": "counted", "kvzip": "free"}
+RESTORE = 2
+TASKS = {"bundled": ("single", "qa", "choice4"), "qasper": ("qasper",), "needle": ("needle_500", "needle_2000")}
+TITLES = {"bundled": "Bundled suite", "qasper": "QASPER", "needle": "Needle in a haystack"}
+SKILL = {"kvzip": 0.75, "snapkv": 0.35, "kvzip+": 0.8, "h2o": 0.2, "full": 0.95}
+
+
+def facts_of(cell: Cell, samples: int, **changes: object) -> dict:
+    """As grid.facts writes them, in what a report reads."""
+    policy = cell.prefix_policy or POLICY[cell.protocol]
+    name = cell.benchmark.partition(":")[0]
+    adapter = {"hash": "5" * 12, "restore_tokens": RESTORE, "evictor": cell.evictor, "prefix_policy": "free"}
+    return {
+        "model": cell.model, "fingerprint": f"{cell.protocol:f<16}", "dtype": "float32",
+        "rope": {"rope_theta": 10000.0}, "shape": {"layers": LAYERS, "heads": HEADS, "head_dim": DIM, "hidden": 128},
+        "prefix_policy": policy, "on_tight": cell.on_tight, "allocation": cell.allocation,
+        "restore_from": cell.restore_from, "offset": cell.offset, "budget": "B = floor(r T L H), exact",
+        "method": cell.evictor + (f":chunk=2000,sinks={PREFIX['kvzip']}" if cell.protocol == "kvzip" else ""),
+        "adapter": adapter if cell.restored else None,
+        "benchmark": {
+            "data": "generated", "licence": "Apache-2.0", "metric": "share found", "title": TITLES[name],
+            "spec": cell.benchmark, "samples": samples, "questions": samples * len(TASKS[name]), "digest": "d" * 16,
+        },
+        "protocol": {
+            "name": cell.protocol, "before": "<user>" if cell.protocol == "kvpress" else "<system> & <user>",
+            "after": "<assistant>", "stops": f"stops of {cell.protocol}", "rope": "the model's own",
+            "cut": "the end of contexts that are too long",
+        },
+        "score": "mean over tasks of the mean over questions x 100", "interval": "95 %, bootstrap over contexts",
+        "decoding": "greedy", "device": "cpu", "threads": 1, "versions": {"restorekv": "0.1.0", "torch": "2.13.0"},
+        **changes,
+    }  # fmt: skip
+
+
+def line_of(cell: Cell, sample: str, rng: random.Random) -> dict:
+    """A context's answers: the better the method and the larger the ratio, the more of them are right."""
+    tokens, prefix = rng.randrange(800, 1200), PREFIX[cell.protocol]
+    counted = (cell.prefix_policy or POLICY[cell.protocol]) == "counted"
+    budget = Budget.of_ratio(cell.ratio, tokens + prefix * counted, LAYERS, HEADS, RESTORE * cell.restored, "clip")
+    held = budget.pairs if counted else budget.pairs + prefix * LAYERS * HEADS
+    name = cell.benchmark.partition(":")[0]
+    chance = SKILL[cell.evictor] * (1 if cell.evictor == "full" else min(1, (cell.value * 5) ** 0.5))
+    chance += cell.restored * (1 - chance) * 0.5
+    answers = [
+        {
+            "id": f"{sample}" if name == "needle" else f"{sample}-{turn}", "task": task,
+            "question": f"What is <b>{sample}</b> & {turn}?", "references": [f"r{rng.randrange(100)}"],
+            "prediction": "<script>alert(1)</script>", "score": float(rng.random() < chance),
+            "kl": 1 - chance if cell.evictor != "full" else 0.0, "answer_tokens": 5, "same": cell.evictor == "full",
+        }
+        for turn, task in enumerate(TASKS[name])
+        if name != "needle" or task.endswith("_" + sample.partition("-")[0])
+    ]  # fmt: skip
+    return {
+        "sample": sample, "context": sample if name == "qasper" else f"{cell.benchmark} {sample}", "tokens": tokens,
+        "prefix": prefix, "restore_tokens": RESTORE * cell.restored,
+        "pairs": budget.pairs, "pairs_with_prefix": held, "bytes": held * DIM * 8, "cut": 0, "answers": answers,
+    }  # fmt: skip
+
+
+def write_cell(folder: Path, cell: Cell, samples: int = 6, answered: int | None = None, **changes: object) -> Result:
+    """A cell of which `answered` contexts are there (all: done). Questions depend on the benchmark alone."""
+    names = list(map(str, range(samples)))
+    if cell.benchmark.startswith("needle"):
+        names = [f"{length}-{depth:g}" for length in (500, 2000) for depth in (0, 50, 100)]
+    result = opened(folder, cell, facts_of(cell, len(names), **changes))
+    for number, name in enumerate(names[:answered]):
+        same, own = random.Random(f"{cell.benchmark} {name}"), random.Random(f"{cell} {name}")
+        line = line_of(cell, name, own)
+        sized = line_of(cell, name, same)
+        for answer, asked in zip(line["answers"], sized["answers"], strict=True):
+            answer["references"] = asked["references"]
+        result.append({**sized, "answers": line["answers"]}, {"ask": 0.1 * number})
+    if answered is None:
+        write_json(result.folder / SUMMARY, summary(result))
+    return result
+
+
+def cells_of(benchmark: str, evictors: tuple[str, ...], ratios: tuple[str, ...], **common: object) -> list[Cell]:
+    """The full cache and every evictor alone and restored."""
+    cells = [Cell.full(model="bundled", benchmark=benchmark, **common)]
+    for evictor in evictors:
+        for ratio in ratios:
+            base = Cell("bundled", benchmark, evictor, ratio, **common)
+            cells += [base, replace(base, adapter="auto")]
+    return cells
+
+
+def write_run(
+    folder: Path, evictors: tuple[str, ...] = ("kvzip", "snapkv"), ratios: tuple[str, ...] = ("0.2", "0.05"),
+    samples: int = 6,
+) -> Path:  # fmt: skip
+    """Two benchmarks, one of them with two seeds, under both protocols, and a needle."""
+    for protocol in POLICY:
+        for benchmark in ("bundled:count=6", "bundled:count=6,seed=1", "qasper"):
+            for cell in cells_of(benchmark, evictors, ratios, protocol=protocol):
+                write_cell(folder, cell, samples)
+    for cell in cells_of("needle", evictors[:1], ratios):
+        write_cell(folder, cell)
+    return folder
+
+
+def write_analyses(folder: Path) -> Path:
+    """One file of every kind, in the formats of restorekv.evaluation.analysis."""
+    rng = random.Random(0)
+    (folder / "analysis").mkdir(parents=True, exist_ok=True)
+    (folder / "efficiency").mkdir(exist_ok=True)
+    conventions = {
+        "model": "bundled", "fingerprint": "f" * 16, "dtype": "float32", "benchmark": "bundled:count=26",
+        "protocol": "kvpress", "ratios": [0.05], "evictor": "kvzip",
+    }  # fmt: skip
+    for kind, figures in {
+        "attention": attention(rng),
+        "divergence": divergence(),
+        "survivors": survivors(rng),
+        "gaze": gaze(rng),
+    }.items():
+        told = {
+            "analysis": kind, "label": "bundled-kvzip", "conventions": conventions, "documents": 26, "questions": 92,
+            "definitions": {"context": "mass on <non-sink> context columns"}, "figures": {"0.05": figures},
+        }  # fmt: skip
+        (folder / "analysis" / f"{kind}-bundled-kvzip.json").write_text(json.dumps(told))
+    (folder / "efficiency" / "bundled-cpu.json").write_text(json.dumps(efficiency(conventions)))
+    return folder
+
+
+def attention(rng: random.Random) -> dict:
+    layers = 8
+    caches = {}
+    for cache, level in {"full": 0.03, "base": 0.004, "restored": 0.013}.items():
+        context = [level * (0.3 + rng.random() * 1.6) for _ in range(layers)]
+        restore = [0.02 if cache == "restored" else 0.0] * layers
+        sinks = [0.55] * layers
+        mean = sum(context) / layers
+        caches[cache] = {
+            "context": context, "sinks": sinks, "restore": restore,
+            "question": [1 - c - s - r for c, s, r in zip(context, sinks, restore, strict=True)],
+            "average": {"context": mean, "sinks": 0.55, "restore": restore[0], "question": 0.45 - mean - restore[0]},
+            "context_interval": [0.9 * mean, 1.1 * mean], "layers_below": sum(c < 0.001 for c in context),
+        }  # fmt: skip
+        if cache != "full":
+            kl = {"base": 0.2, "restored": 0.16}[cache]
+            caches[cache] |= {
+                "kl_profile": kl, "kl_profile_interval": [kl - 0.02, kl + 0.02], "kl_attention": kl / 3,
+                "kl_attention_interval": [kl / 4, kl / 2],
+                "kl_profile_backward": kl, "kl_profile_backward_interval": [kl, kl],
+                "kl_attention_per_layer": [kl * rng.random() for _ in range(layers)],
+            }  # fmt: skip
+    return {"caches": caches}
+
+
+def divergence() -> dict:
+    def figures(level: float) -> dict:
+        return {
+            "forward": level, "forward_interval": [level - 0.5, level + 0.5], "backward": level / 2,
+            "backward_interval": [level / 2 - 0.2, level / 2 + 0.2], "symmetric": 0.75 * level,
+            "symmetric_interval": [0.7 * level, 0.8 * level], "agreement": 1 / level,
+        }  # fmt: skip
+
+    return {"caches": {"base": {"first": figures(7.3), "answer": figures(3.1)},
+                       "restored": {"first": figures(3.8), "answer": figures(1.9)}}}  # fmt: skip
+
+
+def survivors(rng: random.Random) -> dict:
+    def cache() -> dict:
+        layers = [rng.random() for _ in range(LAYERS)]
+        kinds = {"number": 0.06, "name": 0.1, "punctuation": 0.14, "other": 0.7}
+        return {
+            "share_per_layer": [share / sum(layers) for share in layers],
+            "kept_per_head": [[rng.random() * 0.1 for _ in range(HEADS)] for _ in range(LAYERS)],
+            "kept_per_position": [0.03 + 0.04 * rng.random() for _ in range(20)],
+            "classes": {kind: {"tokens": part, "kept": rng.random() / 5, "held": part} for kind, part in kinds.items()},
+            "forgotten": 0.3,
+        }  # fmt: skip
+
+    overlap = {"jaccard": 0.8, "jaccard_interval": [0.78, 0.82], "jaccard_per_layer": [0.8] * LAYERS}
+    return {"caches": {"base": cache(), "restored": cache()}, "overlap": overlap}
+
+
+def gaze(rng: random.Random) -> dict:
+    shares = {"kept": 0.3, "evicted": 0.1, "sinks": 0.5, "restore": 0.05, "itself": 0.05}
+    masses = {part: [[share] * RESTORE for _ in range(LAYERS)] for part, share in shares.items()}
+    words = [{"text": "<Marta>", "position": 511, "weight": 0.08}, {"text": " blue", "position": 12, "weight": 0.05}]
+    return {
+        "average": shares, **masses, "kept_share": {"seen": 0.7, "blind": 0.04},
+        "histogram": [[0.05] * 20 for _ in range(RESTORE)], "entropy": masses["kept"], "entropy_uniform": 7.1,
+        "examples": [{"document": "0", "tokens": [words] * RESTORE}],
+    }  # fmt: skip
+
+
+def efficiency(conventions: dict) -> dict:
+    seconds = {"prefill": 0.4, "score": 0.6, "restore": 0.0, "evict": 0.02, "total": 1.02}
+    restored = seconds | {"restore": 0.01, "total": 1.03}
+    return {
+        "analysis": "efficiency", "label": "bundled-cpu", "definitions": {"total": "prefill to eviction"},
+        "conventions": conventions
+        | {"machine": "two cores", "threads": 1, "tokens": 2048, "repeat": 3, "latency_context": "prefill"},
+        "compression": [
+            {"evictor": "kvzip", "restored": False, "adapter": None, "seconds": seconds, "peak": 123_000_000},
+            {"evictor": "kvzip", "restored": True, "adapter": "shipped", "seconds": restored, "peak": 124_000_000},
+            {"evictor": "snapkv", "restored": False, "adapter": None, "seconds": seconds, "peak": None},
+            {"evictor": "snapkv", "restored": True, "adapter": "random", "seconds": restored, "peak": None},
+        ],
+        "overhead": {"kvzip": {"seconds": 0.01, "share": 0.01, "peak": 1_000_000, "peak_share": 0.008},
+                     "snapkv": {"seconds": 0.01, "share": 0.01, "peak": None, "peak_share": None}},
+        "latency": [
+            {"ratio": ratio, "restored": restored, "milliseconds": 0.2 + 0.25 * ratio, "least": 0.19 + 0.25 * ratio,
+             "most": 0.22 + 0.25 * ratio, "bytes": int(4e6 * ratio), "pairs": int(24576 * ratio),
+             "restore_tokens": 2 * restored}
+            for ratio in (1.0, 0.5, 0.2, 0.05) for restored in (False, True)
+        ],
+        "latency_ratio": {"1": 1.0, "0.5": 1.0, "0.2": 1.0, "0.05": 1.0},
+    }  # fmt: skip

@@ -1,0 +1,75 @@
+"""Loading, shapes and fingerprints."""
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+
+from restorekv.errors import ModelError
+from restorekv.model import attention
+from restorekv.model.load import load_model, model_fingerprint, rope_fingerprint
+from restorekv.model.shape import CacheShape, decoder
+from tests.helpers.models import build_model
+
+
+def test_shape(tiny_model):
+    shape = CacheShape.of(tiny_model)
+    assert (shape.layers, shape.heads, shape.groups, shape.hidden) == (3, 2, 2, 32)
+    assert shape.head_dim == (16 if tiny_model.config.model_type == "qwen3" else 8)
+
+
+def test_sliding_windows_are_refused():
+    model = build_model("qwen3", use_sliding_window=True, sliding_window=16, max_window_layers=1)
+    with pytest.raises(ModelError, match="sliding_attention"):
+        CacheShape.of(model)
+
+
+def test_save_and_load_locally(tiny_model, tiny_tokenizer, tmp_path):
+    tiny_model.save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    model, tokenizer = load_model(str(tmp_path))
+    assert model.config._attn_implementation == attention.NAME
+    assert model_fingerprint(model) == model_fingerprint(tiny_model)
+    assert tokenizer.chat_template == tiny_tokenizer.chat_template
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    half, _ = load_model(str(tmp_path), dtype="bfloat16")
+    assert half.dtype == torch.bfloat16 and model_fingerprint(half) == model_fingerprint(model)
+
+
+def test_unknown_models_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in [str(tmp_path), str(tmp_path / "nowhere"), "no-such-owner/no-such-model-at-all"]:
+        with pytest.raises(ModelError, match="Cannot load the model") as caught:
+            load_model(name)
+        assert "\n" not in str(caught.value)
+
+
+def test_fingerprint_sees_weights_and_not_lora(tiny_model):
+    before = model_fingerprint(tiny_model)
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj", "down_proj"]), tiny_model)
+    assert model_fingerprint(tiny_model) == before
+    with torch.no_grad():
+        tiny_model.lm_head.weight.mul_(1.5)
+    assert model_fingerprint(tiny_model) != before
+    assert model_fingerprint(build_model("qwen3", seed=1)) != model_fingerprint(build_model("qwen3"))
+
+
+def test_rope_fingerprint_shows_yarn():
+    plain = build_model("qwen3")
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "rope_theta": 10000.0}
+    stretched = build_model("qwen3", rope_parameters=yarn)
+    assert rope_fingerprint(plain.config) == {"rope_theta": 10000.0, "rope_type": "default"}
+    assert rope_fingerprint(stretched.config)["rope_type"] == "yarn"
+
+
+def test_dense_attention_is_sdpa(tiny_model):
+    """Bit-equal logits with and without restorekv's attention, and the observer sees every layer."""
+    ids = torch.randint(3, 300, (1, 20))
+    seen = []
+    with torch.no_grad(), attention.observing(lambda module, *rest: seen.append((module.layer_idx, rest[0].shape))):
+        ours = tiny_model(ids).logits
+        decoder(tiny_model)(ids)
+    tiny_model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        assert ours.equal(tiny_model(ids).logits)
+    attention.install(tiny_model)
+    assert [layer for layer, _ in seen] == [0, 1, 2] * 2 and seen[0][1][:3] == (1, 4, 20)

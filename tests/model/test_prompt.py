@@ -1,0 +1,70 @@
+"""Chat templates split as kvpress splits them, and what is refused."""
+
+import pytest
+import torch
+
+from restorekv.errors import RestoreKVError
+from restorekv.model.load import load_tokenizer
+from restorekv.model.prompt import BETWEEN, default_between, make_context, question_ids, template_hash
+
+TEXT = "The code of the red house is seven.\n"
+
+
+def test_pieces_join_to_the_rendered_conversation(tiny_tokenizer):
+    context = make_context(tiny_tokenizer, TEXT)
+    question = "What is the code?"
+    asked = question_ids(tiny_tokenizer, context, question, answer_prefix="It is")
+    whole = tiny_tokenizer.apply_chat_template(
+        [{"role": "user", "content": TEXT + question}], tokenize=False, add_generation_prompt=True
+    )
+    assert tiny_tokenizer.decode(torch.cat([context.ids, asked], 1)[0]) == whole + "It is"
+    assert tiny_tokenizer.decode(context.ids[0, : context.prefix]) == "<|im_start|>user\n"
+    assert tiny_tokenizer.decode(context.ids[0, context.prefix :]) == TEXT
+    assert tiny_tokenizer.decode(context.suffix[0]) == context.suffix_text == "<|im_end|>\n<|im_start|>assistant\n"
+    assert context.tokens + context.prefix == context.positions == context.ids.shape[1]
+
+
+def test_the_separator_may_stand_in_the_text(tiny_tokenizer):
+    text = "<restorekv-separator> is a word"
+    context = make_context(tiny_tokenizer, text)
+    assert tiny_tokenizer.decode(context.ids[0, context.prefix :]) == text
+
+
+def test_without_a_template(tiny_tokenizer):
+    tokenizer = type(tiny_tokenizer)(tokenizer_object=tiny_tokenizer.backend_tokenizer)
+    context = make_context(tokenizer, TEXT)
+    assert context.prefix == 0 and context.suffix_text == "\n"
+    assert template_hash(tokenizer) != template_hash(tiny_tokenizer)
+
+
+@pytest.mark.parametrize("text", ["", "  \n", None, 5, b"bytes"])
+def test_refused_contexts(tiny_tokenizer, text):
+    with pytest.raises(RestoreKVError, match="context"):
+        make_context(tiny_tokenizer, text)
+
+
+@pytest.mark.parametrize(
+    ("question", "told"),
+    [("", "question is empty"), (" ", "question is empty"), (None, "is text"), (["a?"], "is text, not list")],
+)
+def test_refused_questions(tiny_tokenizer, question, told):
+    context = make_context(tiny_tokenizer, TEXT)
+    with pytest.raises(RestoreKVError, match=told):
+        question_ids(tiny_tokenizer, context, question)
+
+
+def test_a_template_that_drops_the_user(tiny_tokenizer):
+    tokenizer = type(tiny_tokenizer)(tokenizer_object=tiny_tokenizer.backend_tokenizer, chat_template="hello")
+    with pytest.raises(RestoreKVError, match="drops the user's words"):
+        make_context(tokenizer, TEXT)
+
+
+def test_what_parts_text_and_question_is_part_of_the_prompt(tiny_tokenizer):
+    """The bundled model was trained without anything between; others get a blank line unless their files name it."""
+    apart = make_context(tiny_tokenizer, TEXT, default_between(tiny_tokenizer))
+    plain = make_context(tiny_tokenizer, TEXT)
+    assert (apart.between, plain.between) == (BETWEEN, "")
+    assert torch.equal(
+        question_ids(tiny_tokenizer, apart, "Who?"), question_ids(tiny_tokenizer, plain, f"{BETWEEN}Who?")
+    )
+    assert default_between(load_tokenizer("bundled")) == ""

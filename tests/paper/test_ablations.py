@@ -1,0 +1,165 @@
+"""The ablations: rows and claims of their tables, the trainings behind them, and a training in small."""
+
+import warnings
+from dataclasses import replace
+
+import pytest
+
+from paper import plan, training
+from paper.exhibit import Row
+from paper.exhibits import FURTHER, chosen
+from paper.recipe import ABLATIONS
+from paper.setting import TRAINED, backbone, bundled
+from restorekv.compression.compressor import Eviction, load_adapter
+from restorekv.errors import RestoreKVError, RestoreKVWarning
+from restorekv.model.load import load_model
+from restorekv.restore.adapter import RestoreAdapter
+
+NAMES = "components,prune-first,tokens,ratio-range,mismatch,seeds,offset"
+SMALL = replace(ABLATIONS, contexts=1, questions=1, max_new_tokens=8, steps=2)
+
+
+def names(setting, which=NAMES):
+    """Of every training that some row asks for, whether its adapter is at hand or not."""
+    rows = [row for exhibit in chosen(which, setting) for row in exhibit.rows.values()]
+    found = [
+        setting.training(row.adapter, seed)
+        for seed in setting.seeds
+        for row in rows
+        if row.adapter not in (None, "own")
+    ]
+    return list(dict.fromkeys(each.name for each in found))
+
+
+def test_tables_share_trainings_and_names_stay(tmp_path):
+    made = names(bundled(tmp_path))
+    assert len(made) == 3 * 15
+    assert made[:15] == [
+        "restorekv,targets=none,seed=0", "restorekv,targets=q+k+v,seed=0", "restorekv,targets=q+k+v+o,seed=0",
+        "restorekv,embeddings=fixed,seed=0", "restorekv,seed=0", "restorekv,restore_from=evicted,seed=0",
+        "restorekv,restore_tokens=1,seed=0", "restorekv,restore_tokens=2,seed=0", "restorekv,restore_tokens=4,seed=0",
+        "restorekv,restore_tokens=8,seed=0", "restorekv,restore_tokens=16,seed=0", "restorekv,ratio_max=0.5,seed=0",
+        "restorekv,ratio_min=0.05,seed=0", "restorekv,ratio_max=0.5,ratio_min=0.05,seed=0",
+        "restorekv,evictor=snapkv,seed=0",
+    ]  # fmt: skip
+
+
+def test_seed_0_of_every_row_ships_and_three_of_the_method(tmp_path):
+    setting = bundled(tmp_path)
+    shipped = {path.name for path in (TRAINED / "bundled").iterdir() if path.is_dir()}
+    assert shipped == {*names(replace(setting, seeds=(0,))), "restorekv,seed=1", "restorekv,seed=2"}
+    for exhibit in chosen(NAMES, setting):
+        assert not list(plan.missing(exhibit, setting))
+    assert len(plan.trainings(chosen(NAMES, setting), setting)) == 3 * 15 - 17
+    assert plan.trainings(chosen("", replace(setting, seeds=(0,))), replace(setting, seeds=(0,))) == []
+
+
+def test_what_ships_was_trained_as_its_name_says(tmp_path):
+    model, _ = load_model()
+    setting = bundled(tmp_path)
+    for exhibit in chosen(NAMES, setting):
+        for row in exhibit.rows.values():
+            for seed, place in setting.located(row).items():
+                if seed is None or place is None:
+                    continue
+                assert place.startswith("paper/ablations/bundled/")
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", RestoreKVWarning)  # some are for other uses than this one
+                    told = load_adapter(model, place, Eviction.make("kvzip")).card.settings
+                config = vars(setting.training(row.adapter, seed).config)
+                same = {key: list(value) if isinstance(value, tuple) else value for key, value in config.items()}
+                assert {**same, "processes": 1} == {"init": "", **told}, place  # what was trained before begins anew
+
+
+def test_the_papers_default_is_a_row_of_its_own_table(tmp_path):
+    setting = backbone(tmp_path, "elsewhere", None)
+    (tokens,), (offset,) = chosen("tokens", setting), chosen("offset", setting)
+    assert list(tokens.rows) == ["base", "n1", "n2", "n4", "n8", "n16"] and tokens.against["n1"] == "n8"
+    assert offset.rows["offset"].conventions == {"offset": 8}
+
+
+def test_the_mismatched_adapter_is_used_with_the_other_evictor(tmp_path):
+    setting = bundled(tmp_path)
+    (mismatch,) = chosen("mismatch", setting)
+    row = mismatch.rows["mismatched"]
+    assert setting.training(row.adapter, 1).config == replace(ABLATIONS, evictor="snapkv", seed=1)
+    cell = setting.cells(row, mismatch.places[0], setting.located(row)[0])[0]
+    assert cell.evictor == "kvzip" and "evictor=snapkv" in cell.adapter
+
+
+def test_an_evicted_row_is_asked_as_it_was_trained(tmp_path):
+    setting = bundled(tmp_path)
+    (prune,) = chosen("prune-first", setting)
+    cells = {need.row: need.cell for need in plan.needs(prune, setting)}
+    assert cells["evicted"].restore_from == "evicted"
+    assert {cells["base"].restore_from, cells["full"].restore_from} == {"full"}
+
+
+def test_beyond_the_paper_only_when_asked_for(tmp_path):
+    setting = bundled(tmp_path)
+    assert "beyond" in FURTHER and "beyond" not in {exhibit.name for exhibit in chosen("", setting)}
+    (beyond,) = chosen("beyond", setting)
+    assert "long: no adapter" not in list(plan.missing(beyond, setting))
+    told = list(plan.missing(beyond, setting))
+    assert len(told) == 3 and "restorekv,ratio_law=log-uniform,seed=0" in told[0]
+
+
+# ---- trainings
+
+
+def small(tmp_path, **more):
+    setting = bundled(tmp_path, settings=SMALL)
+    return replace(setting, setup=replace(setting.setup, contexts=2, **more))
+
+
+def test_a_training_is_found_by_the_tables(tmp_path):
+    setting, row = small(tmp_path), Row("RestoreKV", "kvzip", {})
+    assert setting.located(row) == {0: None, 1: None, 2: None}, "what ships was trained otherwise"
+    wanted = setting.wanted(row)
+    assert [each.state() for each in wanted] == ["not trained"] * 3
+    training.train_all(wanted[:1], 1, 1)
+    assert wanted[0].state() == "done"
+    assert setting.located(row) == {0: str(tmp_path / "trained" / "restorekv,seed=0" / "adapter"), 1: None, 2: None}
+    assert setting.wanted(row) == wanted[1:]
+
+
+def test_an_interrupted_training_goes_on(tmp_path, monkeypatch):
+    model, _ = load_model()
+    config = replace(SMALL, checkpoint_every=1)
+    hashes = []
+    for name in ("whole", "killed"):
+        setting = replace(small(tmp_path / name), setup=replace(small(tmp_path / name).setup, settings=config))
+        (wanted,) = setting.wanted(Row("", "kvzip", {}))[:1]
+        wanted.setup.folder.mkdir(parents=True)
+        if name == "killed":
+
+            def dies(text):
+                if text.startswith("step 2"):
+                    raise KeyboardInterrupt
+
+            with pytest.raises(KeyboardInterrupt):
+                training.carry_out(wanted, dies)
+            assert wanted.state() == "step 2 of 2"
+        training.carry_out(wanted, lambda text: None)
+        hashes.append(RestoreAdapter.from_pretrained(model, wanted.adapter).identity()["hash"])
+    assert hashes[0] == hashes[1]
+
+
+def test_a_held_training_is_left_to_its_holder(tmp_path):
+    wanted = small(tmp_path).wanted(Row("", "kvzip", {}))[0]
+    wanted.setup.folder.mkdir(parents=True)
+    with training.claimed(wanted) as mine, training.claimed(wanted) as again:
+        assert mine and not again
+        training.work([wanted], 1)
+        assert not wanted.done
+
+
+def test_a_folder_of_other_settings_is_refused(tmp_path):
+    wanted = small(tmp_path).wanted(Row("", "kvzip", {}))[0]
+    wanted.setup.folder.mkdir(parents=True)
+    training.check(wanted.setup)
+    training.check(replace(wanted.setup, settings=replace(SMALL, keep=1, checkpoint_every=9)))
+    with pytest.raises(RestoreKVError, match="other settings"):
+        training.check(replace(wanted.setup, settings=replace(SMALL, lr=1.0)))
+    with pytest.raises(RestoreKVError, match="other settings"):
+        training.check(replace(wanted.setup, contexts=9))

@@ -1,0 +1,224 @@
+"""What stands beside the paper's scores: tasks with nothing to lose, several benchmarks as one, fidelity."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from paper import fidelity, plan, record, shown
+from paper.exhibit import Place
+from paper.exhibits import chosen
+from paper.setting import Bench, bundled
+from paper.text import lines_of
+from restorekv.evaluation.stats import resamples
+from tests.helpers.paper_results import finished
+
+TIGHT = Place("ruler", 0.0625)
+
+
+@pytest.fixture
+def setting(tmp_path):
+    """The bundled one with two tasks for RULER; for LongBench two benchmarks of two categories each."""
+    ruler = Bench("RULER-4K", "bundled:count=4", {"": ("single", "cwe")}, "Something stands in.", name="The suite")
+    parts = {"S-QA": ("qa", "freeform"), "M-QA": ("vt",), "Synth": ("single", "cwe")}
+    both = Bench("LongBench", "bundled:count=4", parts, "Something.", more=("bundled:count=4,split=long",))
+    made = bundled(tmp_path / "out", 4)
+    return replace(made, benches={**made.benches, "ruler": ruler, "longbench": both})
+
+
+@pytest.fixture
+def measure(setting, tmp_path):
+    """Makes results of an exhibit: (evictor, restored, spec) -> what is said of each task."""
+
+    def made(exhibit, said):
+        found = {}
+        for cell in plan.cells([exhibit], setting):
+            key = (cell.evictor, cell.restored, cell.benchmark)
+            if key in said:
+                found[cell] = finished(tmp_path / "cells", cell, said[key])
+        return found
+
+    return made
+
+
+SUITE, LONG = "bundled:count=4", "bundled:count=4,split=long"
+FAST, SINGLE_PROCESS, FULL, KVZIP = (("fastkvzip", True), ("fastkvzip", False), ("full", False), ("kvzip", False))
+
+
+def said(points, kl=0.5, tokens=2, same=True):
+    """Every document alike."""
+    return {task: [(score, kl, tokens, same)] * 4 for task, score in points.items()}
+
+
+def answers(full):
+    """A cell for each row; the full cache's scores are given."""
+    points = {FULL: full, KVZIP: {"single": 0.6, "cwe": 0.4}, SINGLE_PROCESS: {"single": 0.5, "cwe": 0.0},
+              FAST: {"single": 0.7, "cwe": 0.1}}  # fmt: skip
+    return {(*row, SUITE): said(of) for row, of in points.items()}
+
+
+def texts(blocks):
+    return "\n".join(line for block in blocks for line in lines_of(block, "charts"))
+
+
+# ---- tasks with nothing to lose
+
+
+def test_a_task_below_ten_is_left_out_of_means(setting, measure):
+    (fast,) = chosen("fast-kvzip", setting)
+    results = measure(fast, answers({"single": 0.8, "cwe": 0.09}))
+    scores = plan.scores(fast, setting, results)
+    assert scores.left_out == {"ruler": ["cwe"]} and scores.points("kvzip", TIGHT) == pytest.approx(60)
+    text = texts(shown.tables(fast, setting, scores, "ruler"))
+    assert "Left out of means, because the full cache scores below 10: cwe." in text
+    assert "| KVzip | 60.0 (60.0 to 60.0) | *59.0* |" in text and "The suite (for RULER-4K)" in text
+
+
+def test_at_ten_it_counts(setting, measure):
+    (fast,) = chosen("fast-kvzip", setting)
+    scores = plan.scores(fast, setting, measure(fast, answers({"single": 0.8, "cwe": 0.1})))
+    assert scores.left_out == {"ruler": []} and scores.points("kvzip", TIGHT) == pytest.approx(50)
+    assert "below 10" not in texts(shown.tables(fast, setting, scores, "ruler"))
+
+
+def test_where_every_task_is_below_the_mean_is_over_all(setting, measure):
+    (fast,) = chosen("fast-kvzip", setting)
+    scores = plan.scores(fast, setting, measure(fast, answers({"single": 0.01, "cwe": 0.09})))
+    assert scores.points("kvzip", TIGHT) == pytest.approx(50)
+    text = texts(shown.tables(fast, setting, scores, "ruler"))
+    assert "below 10 on every task: nothing to lose" in text and "Left out" not in text
+
+
+def test_a_task_of_another_part_is_not_named(setting, measure):
+    """The suite has more families than those that stand for RULER."""
+    (fast,) = chosen("fast-kvzip", setting)
+    every = {key: told | said({"choice4": 0.05}) for key, told in answers({"single": 0.8, "cwe": 0.5}).items()}
+    assert plan.scores(fast, setting, measure(fast, every)).left_out == {"ruler": []}
+
+
+def test_without_the_full_cache_everything_counts(setting, measure):
+    (fast,) = chosen("fast-kvzip", setting)
+    told = {key: value for key, value in answers({}).items() if key[0] != "full"}
+    scores = plan.scores(fast, setting, measure(fast, told))
+    assert scores.points("kvzip", TIGHT) == pytest.approx(50)
+
+
+# ---- several benchmarks as one
+
+
+def several(full):
+    first = {"single": 0.8, "cwe": 0.6}
+    return {
+        (*FULL, SUITE): said(first), (*FULL, LONG): said(full),
+        (*KVZIP, SUITE): said({"single": 0.4, "cwe": 0.2}),
+        (*KVZIP, LONG): said({"qa": 0.5, "freeform": 0.1, "vt": 0.7}),
+    }  # fmt: skip
+
+
+def test_parts_of_several_benchmarks(setting, measure):
+    """Documents have the same names in both; Avg leaves out M-QA, on which the full cache scores too little."""
+    (longbench,) = chosen("longbench", setting)
+    results = measure(longbench, several({"qa": 0.5, "freeform": 0.02, "vt": 0.05}))
+    scores = plan.scores(longbench, setting, results)
+    assert scores.left_out == {"longbench": ["freeform", "vt"]}
+    points = {part: scores.points("kvzip", Place("longbench", 0.125, part)) for part in ("S-QA", "M-QA", "Synth")}
+    assert points == pytest.approx({"S-QA": 50, "M-QA": 70, "Synth": 30})
+    mean = next(place for place in longbench.places if place.parts and not place.relative)
+    share = next(place for place in longbench.places if place.relative)
+    assert scores.points("kvzip", mean) == pytest.approx((50 + 30) / 2)
+    assert scores.points("kvzip", share) == pytest.approx(100 * 40 / 60)
+    assert len({answer.document for answer in scores.runs["kvzip", "longbench", 0.125][None]}) == 8
+    text = texts(shown.tables(longbench, setting, scores, "longbench"))
+    assert "below 10: freeform." in text and "every task of M-QA, which averages leave out" in text
+    assert "LongBench (stand-in), r = 0.125" in text
+
+
+def test_a_row_needs_all_its_benchmarks(setting, measure):
+    (longbench,) = chosen("longbench", setting)
+    told = several({"qa": 0.5, "freeform": 0.5, "vt": 0.5})
+    del told[(*KVZIP, LONG)]
+    results = measure(longbench, told)
+    assert not any(row == "kvzip" for row, *_ in plan.measured(longbench, setting, results))
+    assert plan.scores(longbench, setting, results).has(("full", Place("longbench", 0.125, "S-QA")))
+
+
+def test_what_fails_on_any_of_them_is_told(setting):
+    (longbench,) = chosen("longbench", setting)
+    told = plan.unreachable(longbench, setting, {(LONG, "kvzip"): "no data"})
+    assert told == ["LongBench: no data"]
+
+
+# ---- fidelity
+
+
+def by_hand(kls, tokens):
+    """The mean over tokens of every resampled set of documents."""
+    drawn = resamples(len(kls), 0)
+    return (drawn * (kls * tokens)).sum(1) / (drawn * tokens).sum(1)
+
+
+def test_fidelity_weighs_tokens_and_pairs_rows(setting, measure):
+    """Also of the task that means leave out."""
+    (fast,) = chosen("fast-kvzip", setting)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(1, 9, (4, 2))
+    kls = {row: rng.random((4, 2)) * scale for row, scale in ((SINGLE_PROCESS, 1.0), (FAST, 0.2), (KVZIP, 0.5))}
+    told = answers({"single": 0.8, "cwe": 0.0})
+    for row, values in kls.items():
+        told[(*row, SUITE)] = {
+            task: [(0.5, float(values[turn, at]), int(tokens[turn, at]), turn == 0) for turn in range(4)]
+            for at, task in enumerate(("single", "cwe"))
+        }
+    results = measure(fast, told)
+    known = fidelity.known(fast, setting, plan.measured(fast, setting, results))
+    rows = {row["row"]: row for row in fidelity.figures(fast, known)}
+    assert set(rows) == {"kvzip", "fastkvzip", "fastkvzip restored"}, "the full cache is what they are compared with"
+    per = {row: (values * tokens).sum(1) / tokens.sum(1) for row, values in kls.items()}
+    draws = {row: by_hand(value, tokens.sum(1)) for row, value in per.items()}
+    own, mine = rows["fastkvzip"], rows["fastkvzip restored"]
+    assert own["kl"] == pytest.approx((kls[SINGLE_PROCESS] * tokens).sum() / tokens.sum())
+    assert (own["kl_low"], own["kl_high"]) == pytest.approx(tuple(np.percentile(draws[SINGLE_PROCESS], (2.5, 97.5))))
+    assert own["same"] == 25 and own["answer_tokens"] == tokens.sum() and "kl_change" not in own
+    assert mine["kl_change"] == pytest.approx(mine["kl"] - own["kl"]) and mine["against"] == "fastkvzip"
+    apart = np.percentile(draws[FAST] - draws[SINGLE_PROCESS], (2.5, 97.5))
+    assert (mine["change_low"], mine["change_high"]) == pytest.approx(tuple(apart))
+    text = texts(fidelity.tables(fast, setting, known, "ruler"))
+    assert f"| KVzip | {rows['kvzip']['kl']:.3f} (" in text and "fidelity to the full cache" in text
+    (summed,) = fidelity.lowered(fast, known)
+    assert (
+        summed
+        == "Restoring lowers KL(full || cache) in 1 of 1 pairs; the interval is below zero in 1 and above zero in 0."
+    )
+
+
+def test_seeds_are_alike_in_fidelity():
+    """Two seeds with other caches: the mean of both."""
+    results = [type("R", (), {"lines": [{"answers": [{"task": "a", "kl": kl, "answer_tokens": 3, "same": same}]}]})
+               for kl, same in ((0.2, True), (0.4, False))]  # fmt: skip
+    told = fidelity.read({0: results[:1], 1: results[1:]}, ())
+    assert told.kl == pytest.approx(0.3) and told.same == 50
+
+
+def test_answers_from_before_have_no_fidelity(setting, measure):
+    (fast,) = chosen("fast-kvzip", setting)
+    told = answers({"single": 0.8, "cwe": 0.5})
+    told[(*KVZIP, SUITE)] = {"single": [(0.5,)] * 4, "cwe": [(0.5,)] * 4}
+    known = fidelity.known(fast, setting, plan.measured(fast, setting, measure(fast, told)))
+    assert {row for row, *_ in known} == {"fastkvzip", "fastkvzip restored"}
+    assert "| KVzip | not measured | not measured |" in texts(fidelity.tables(fast, setting, known, "ruler"))
+    assert list(fidelity.tables(fast, setting, {}, "ruler")) == [] == list(fidelity.lowered(fast, {}))
+
+
+# ---- what stands behind
+
+
+def test_the_full_cache_by_task_and_what_caches_held(setting, measure):
+    (fast,) = chosen("fast-kvzip", setting)
+    results = measure(fast, answers({"single": 0.8, "cwe": 0.09}))
+    text = texts(record.section(results).blocks)
+    assert "| Bundled suite | bundled:count=4 | single | 4 | 80.0 (80.0 to 80.0) | counts |" in text
+    assert "| Bundled suite | bundled:count=4 | cwe | 4 | 9.0 (9.0 to 9.0) | below 10 |" in text
+    assert "| 0.0625 | KVzip, Fast KVzip, Fast KVzip + RestoreKV | 60 | 78 | 9 |" in text
+    held = record.of_cells(list(results.values()))
+    assert len(held) == 4 and all(each["bytes"] == 9 and each["samples"] == 4 for each in held.values())
+    assert record.section({}) is None

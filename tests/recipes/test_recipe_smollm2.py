@@ -1,0 +1,68 @@
+"""The recipe of what ships for SmolLM2: its training texts, and that evaluation texts are not among them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from restorekv.data.overlap import Evaluations
+from restorekv.data.rows import values
+from restorekv.evictors import gate_file
+from restorekv.model.load import SMOLLM2, shipped_path
+from restorekv.restore import adapter_file
+from restorekv.tasks.splits import EVALUATION_NOVEL, TRAINING, fairytale_split, novel_split
+
+TEXTS = Path(__file__).parents[2] / "recipes" / "smollm2" / "texts"
+SHIPPED = Path(__file__).parents[2] / "src" / "restorekv" / "tasks" / "texts"
+BOILERPLATE = 0.25  # sheets of different countries share up to a fifth of their 13-grams, the words of the form
+
+
+def contexts(path: Path) -> list[str]:
+    return [row.get("context") or row["text"] for _, row in values(path)]
+
+
+@pytest.fixture(scope="module")
+def evaluation() -> dict[str, list[str]]:
+    """Every text that a benchmark of the package may ask about."""
+    questions = [
+        row for name in ("squad", "hotpotqa") for _, row in values(SHIPPED / "share-alike" / f"{name}.json.gz")
+    ]
+    return {
+        "stories": contexts(SHIPPED / "fairytaleqa" / "val.jsonl.gz"),
+        "novel": contexts(SHIPPED / "novels" / f"{EVALUATION_NOVEL}.txt.gz"),
+        "sheets": contexts(SHIPPED / "factbook" / "evaluation.jsonl.gz"),
+        "articles": [str(row) for row in questions],
+    }
+
+
+def test_training_texts_share_no_passage_with_evaluation_texts(evaluation):
+    named = [(kind, text) for kind, texts in evaluation.items() for text in texts]
+    index = Evaluations(iter(named), BOILERPLATE)
+    files = [TEXTS / "stories.jsonl.gz", TEXTS / "sections.jsonl.gz", *sorted((TEXTS / "novels").iterdir())]
+    trained = [(path.name, text) for path in files for text in contexts(path)]
+    assert len(trained) > 300
+    assert [(name, index.match(text)) for name, text in trained if index.match(text)] == []
+    assert index.match(evaluation["stories"][3]) and index.match(evaluation["sheets"][0])
+
+
+def test_training_texts_are_of_the_training_split():
+    stories = [row["id"] for _, row in values(TEXTS / "stories.jsonl.gz")]
+    assert len(stories) == sum(fairytale_split("train", index) == TRAINING for index in range(232))
+    novels = {path.name.removesuffix(".txt.gz") for path in (TEXTS / "novels").iterdir()}
+    assert len(novels) == 14 and all(novel_split(name) == TRAINING for name in novels)
+
+
+def test_what_ships_says_what_it_is():
+    """Whole and small, for SmolLM2, trained on texts that anyone may use."""
+    folders = sorted(shipped_path(SMOLLM2, "adapters").iterdir())
+    for folder in folders:
+        stored = adapter_file.read(folder)
+        card = stored.card
+        assert (card.model, card.evictor.partition(":")[0], card.prefix_policy) == (SMOLLM2, folder.name, "free")
+        assert card.licence == "apache-2.0" and not card.local and card.weights["architecture"]["layers"] == 30
+        assert {row["licence"] for row in card.data} <= {"apache-2.0", "public-domain", "cc0-1.0"}
+        assert all(tensor.dtype == torch.bfloat16 for tensor in stored.lora.values())
+    gate = gate_file.read(shipped_path(SMOLLM2, "gates", "fastkvzip.safetensors"))
+    assert gate.card.model == SMOLLM2 and gate.card.fingerprint == card.fingerprint
+    assert "kvzip" in [folder.name for folder in folders]
+    assert sum(file.stat().st_size for file in shipped_path(SMOLLM2).rglob("*") if file.is_file()) < 60e6

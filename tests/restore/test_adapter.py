@@ -1,0 +1,316 @@
+"""The restore pass: gradients arrive, LoRA leaves no trace outside of it, adapters survive the disk or are refused."""
+
+import json
+import pickle
+import shutil
+import warnings
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from restorekv.cache.ragged import RaggedCache
+from restorekv.errors import AdapterError, RestoreKVWarning
+from restorekv.model.prefill import prefill
+from restorekv.restore.adapter import RestoreAdapter
+from tests.helpers.models import VOCABULARY, build_model
+
+FILES = ("adapter_config.json", "adapter_model.safetensors", "restore_embeddings.safetensors")
+
+
+def ids(count, seed=0):
+    return torch.randint(3, VOCABULARY, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+def trained(model, n=4, seed=0):
+    """An adapter whose LoRA does something."""
+    adapter = RestoreAdapter.create(model, n, rank=2, alpha=4, seed=seed)
+    with torch.no_grad():
+        for parameter in adapter.lora:
+            parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(seed))
+    return adapter
+
+
+def is_plain(model):
+    return not any("lora" in name for name, _ in model.named_modules()) and not hasattr(model, "peft_config")
+
+
+def restored(model, adapter, context=30):
+    full = prefill(model, ids(context))
+    adapter.append(full)
+    return full
+
+
+def test_zero_lora_equals_a_plain_forward_of_the_embeddings(tiny_model):
+    adapter = RestoreAdapter.create(tiny_model, 5)
+    full = restored(tiny_model, adapter)
+    whole = torch.cat([tiny_model.get_input_embeddings()(ids(30)), adapter.embeddings[None]], 1)
+    expected = tiny_model.model(inputs_embeds=whole, use_cache=True).past_key_values
+    assert full.get_seq_length() == 35
+    for ours, theirs in zip(full.layers, expected.layers, strict=True):
+        torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ours.values, theirs.values, rtol=1e-4, atol=1e-5)
+
+
+def test_lora_changes_the_restore_cache_and_nothing_else(tiny_model):
+    plain, changed = RestoreAdapter.create(tiny_model, 4), trained(tiny_model)
+    first, second = restored(tiny_model, plain), restored(tiny_model, changed)
+    for a, b in zip(first.layers, second.layers, strict=True):
+        assert a.keys[:, :, :30].equal(b.keys[:, :, :30])
+        assert not torch.allclose(a.keys[:, :, 30:], b.keys[:, :, 30:])
+
+
+def test_gradients_arrive_after_lora_is_off(tiny_model):
+    adapter = trained(tiny_model)
+    full = restored(tiny_model, adapter)
+    assert is_plain(tiny_model)
+    keep = torch.zeros(3, 2, 30, dtype=torch.bool)
+    keep[..., ::7] = True
+    student = tiny_model(ids(6, 1), past_key_values=RaggedCache.from_dense(full, keep)).logits
+    student.square().mean().backward()
+    missing = {name for name, weight in adapter.tensors.items() if weight.grad is None or not weight.grad.any()}
+    last = f"model.layers.{tiny_model.config.num_hidden_layers - 1}"
+    blocked = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    assert missing == {f"{last}.{target}.{part}.weight" for target in blocked for part in ("lora_A", "lora_B")}
+    assert adapter.embeddings.grad.any()
+    assert all(parameter.grad is None for parameter in tiny_model.parameters())
+
+
+def test_parameters_are_embeddings_and_lora_alone(tiny_model):
+    adapter = RestoreAdapter.create(tiny_model, 4, rank=2)
+    names = [name for name, _ in adapter.named_parameters()]
+    assert len(names) == 1 + 2 * 7 * 3 and all(p.requires_grad for p in adapter.parameters())
+    assert all(p.dtype == torch.float32 for p in adapter.parameters())
+    assert not any(p.requires_grad for p in tiny_model.parameters())
+
+
+def test_create_leaves_the_models_own_flags(tiny_model):
+    tiny_model.requires_grad_(True)
+    RestoreAdapter.create(tiny_model, 2)
+    assert all(p.requires_grad for p in tiny_model.parameters())
+
+
+def test_backbone_is_bit_equal_throughout(tiny_model):
+    before, state = tiny_model(ids(20)).logits, {k: v.clone() for k, v in tiny_model.state_dict().items()}
+    adapter = trained(tiny_model)
+    assert is_plain(tiny_model) and tiny_model(ids(20)).logits.equal(before)
+    restored(tiny_model, adapter)
+    assert is_plain(tiny_model) and tiny_model(ids(20)).logits.equal(before)
+    with adapter.active():
+        assert not is_plain(tiny_model) and not torch.allclose(tiny_model(ids(20)).logits, before)
+    assert tiny_model(ids(20)).logits.equal(before)
+    after = tiny_model.state_dict()
+    assert after.keys() == state.keys() and all(after[key].equal(value) for key, value in state.items())
+
+
+def test_lora_is_off_even_when_the_pass_raises(tiny_model):
+    before, adapter = tiny_model(ids(20)).logits, trained(tiny_model)
+    for error in (RuntimeError, KeyboardInterrupt):
+        full = prefill(tiny_model, ids(30))
+
+        def fail(*_, error=error):
+            raise error
+
+        hook = tiny_model.model.layers[1].register_forward_pre_hook(fail)
+        with pytest.raises(error):
+            adapter.append(full)
+        hook.remove()
+        assert is_plain(tiny_model) and tiny_model(ids(20)).logits.equal(before)
+
+
+def test_adapters_of_one_model_do_not_disturb_each_other(tiny_model):
+    alone = restored(tiny_model, trained(tiny_model))
+    first, second = trained(tiny_model), trained(tiny_model, seed=1)
+    between = restored(tiny_model, second)
+    again = restored(tiny_model, first)
+    for a, b, c in zip(alone.layers, again.layers, between.layers, strict=True):
+        assert a.keys.equal(b.keys) and not a.keys.equal(c.keys)
+
+
+def test_low_precision_backbone_keeps_float32_lora():
+    model = build_model("qwen3").bfloat16()
+    adapter = trained(model)
+    assert all(p.dtype == torch.float32 for p in adapter.parameters())
+    full = restored(model, adapter)
+    assert full.layers[-1].keys.dtype == torch.bfloat16
+    full.layers[-1].keys.float().sum().backward()
+    assert adapter.embeddings.grad.dtype == torch.float32
+
+
+def test_seed_decides_everything(tiny_model):
+    state = torch.get_rng_state()
+    one, same, other = (RestoreAdapter.create(tiny_model, 4, seed=seed) for seed in (0, 0, 1))
+    assert torch.get_rng_state().equal(state)
+    assert one.identity() == same.identity() != other.identity()
+
+
+def test_trainable_state_round_trip(tiny_model):
+    first, second = trained(tiny_model), trained(tiny_model, seed=1)
+    second.load_trainable_state(first.trainable_state())
+    assert second.identity() == first.identity()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_save_and_load(tiny_model, tmp_path, dtype):
+    adapter = trained(tiny_model)
+    adapter.describe(evictor="kvzip", prefix_policy="free", ratio_range=(0.025, 0.25))
+    adapter.save_pretrained(tmp_path / "deep" / "adapter", dtype=dtype)
+    loaded = RestoreAdapter.from_pretrained(tiny_model, tmp_path / "deep" / "adapter", evictor="kvzip")
+    card = json.loads((tmp_path / "deep" / "adapter" / "restorekv.json").read_text())
+    assert card["dtype"] == str(dtype).removeprefix("torch.") and card["ratio_range"] == [0.025, 0.25]
+    assert (loaded.card.evictor, loaded.card.ratio_range) == ("kvzip", (0.025, 0.25))
+    assert loaded.embeddings.equal(adapter.embeddings) and loaded.tensors.keys() == adapter.tensors.keys()
+    for name, weight in loaded.tensors.items():
+        assert weight.dtype == torch.float32 and weight.equal(adapter.tensors[name].to(dtype).float())
+    written = {path.name for path in (tmp_path / "deep" / "adapter").iterdir()}
+    assert written == {*FILES, "restorekv.json", "README.md"}
+
+
+def test_saving_over_an_older_adapter(tiny_model, tmp_path):
+    trained(tiny_model).save_pretrained(tmp_path)
+    newer = trained(tiny_model, seed=1)
+    newer.save_pretrained(tmp_path)
+    assert RestoreAdapter.from_pretrained(tiny_model, tmp_path).identity() == newer.identity()
+
+
+def test_peft_reads_what_we_write(tmp_path):
+    model = build_model("llama")
+    adapter = trained(model)
+    adapter.save_pretrained(tmp_path)
+    with adapter.active():
+        expected = model(ids(12)).logits
+    torch.testing.assert_close(PeftModel.from_pretrained(build_model("llama"), tmp_path)(ids(12)).logits, expected)
+
+
+def test_we_read_what_peft_writes(tmp_path):
+    wrapped = get_peft_model(build_model("qwen3"), LoraConfig(r=3, target_modules=["q_proj", "v_proj"], lora_alpha=5))
+    for name, weight in wrapped.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight)
+    wrapped.save_pretrained(tmp_path)
+    save_file({"restore_embeddings": torch.randn(6, 32)}, tmp_path / "restore_embeddings.safetensors")
+    model = build_model("qwen3")
+    adapter = RestoreAdapter.from_pretrained(model, tmp_path, evictor="kvzip")
+    assert adapter.restore_tokens == 6
+    with adapter.active():
+        torch.testing.assert_close(model(ids(12)).logits, wrapped(ids(12)).logits)
+
+
+def test_another_evictor_warns(tiny_model, tmp_path):
+    adapter = trained(tiny_model)
+    adapter.describe(evictor="kvzip")
+    adapter.save_pretrained(tmp_path)
+    with pytest.warns(RestoreKVWarning, match=r"trained with the evictor kvzip, not kvzip\+"):
+        RestoreAdapter.from_pretrained(tiny_model, tmp_path, evictor="kvzip+")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        RestoreAdapter.from_pretrained(tiny_model, tmp_path, evictor="kvzip")
+
+
+OTHERS = {
+    "weights": {"seed": 1},
+    "width": {"hidden_size": 48},
+    "depth": {"num_hidden_layers": 2},
+    "rope": {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
+}
+
+
+@pytest.mark.parametrize("difference", sorted(OTHERS))
+def test_another_model_is_refused(tmp_path, difference):
+    trained(build_model("qwen3")).save_pretrained(tmp_path)
+    other = build_model("qwen3", **OTHERS[difference])
+    with pytest.raises(AdapterError):
+        RestoreAdapter.from_pretrained(other, tmp_path)
+    assert is_plain(other)
+
+
+def test_published_adapters_are_checked_by_shape(tmp_path):
+    trained(build_model("qwen3")).save_pretrained(tmp_path)
+    (tmp_path / "restorekv.json").unlink()
+    RestoreAdapter.from_pretrained(build_model("qwen3", seed=1), tmp_path)
+    for other in (build_model("qwen3", num_hidden_layers=2), build_model("qwen3", intermediate_size=40)):
+        with pytest.raises(AdapterError, match=r"fit this model|for another model"):
+            RestoreAdapter.from_pretrained(other, tmp_path)
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def pickled(path):
+    path.write_bytes(pickle.dumps({"restore_embeddings": [1.0]}))
+
+
+def not_finite(path):
+    save_file({name: tensor * float("nan") for name, tensor in load_file(path).items()}, path)
+
+
+@pytest.mark.parametrize("card", [True, False])
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("harm", [shutil.os.remove, cut, pickled])
+def test_damaged_files_are_refused(tmp_path, file, harm, card):
+    model = build_model("llama")
+    trained(model).save_pretrained(tmp_path)
+    if not card:
+        (tmp_path / "restorekv.json").unlink()
+    harm(tmp_path / file)
+    with pytest.raises(AdapterError) as caught:
+        RestoreAdapter.from_pretrained(model, tmp_path)
+    assert file in str(caught.value) and "\n" not in str(caught.value)
+    assert is_plain(model)
+
+
+def test_a_flipped_bit_is_found(tiny_model, tmp_path):
+    trained(tiny_model).save_pretrained(tmp_path)
+    flip(tmp_path / FILES[1])
+    with pytest.raises(AdapterError, match="not the file that was saved"):
+        RestoreAdapter.from_pretrained(tiny_model, tmp_path)
+
+
+def test_other_nonsense_is_refused(tiny_model, tmp_path):
+    good = tmp_path / "good"
+    trained(tiny_model).save_pretrained(good)
+    (good / "restorekv.json").unlink()
+
+    def refused(match, change):
+        folder = shutil.copytree(good, tmp_path / "bad")
+        change(folder)
+        with pytest.raises(AdapterError, match=match):
+            RestoreAdapter.from_pretrained(tiny_model, folder)
+        shutil.rmtree(folder)
+
+    embeddings = FILES[2]
+    refused("not finite", lambda folder: not_finite(folder / embeddings))
+    refused("no tensor", lambda folder: save_file({"other": torch.ones(2, 32)}, folder / embeddings))
+    refused("no tensor", lambda folder: save_file({"restore_embeddings": torch.ones(32)}, folder / embeddings))
+    refused("width", lambda folder: save_file({"restore_embeddings": torch.ones(2, 31)}, folder / embeddings))
+    refused("fit", lambda folder: save_file({"strange": torch.ones(2)}, folder / FILES[1]))
+    refused("damaged", lambda folder: (folder / "restorekv.json").write_text("{}"))
+    refused("IA3", lambda folder: (folder / FILES[0]).write_text(json.dumps({"peft_type": "IA3"})))
+    with pytest.raises(AdapterError, match="nor can it be fetched"):
+        RestoreAdapter.from_pretrained(tiny_model, tmp_path / "nowhere")
+    with pytest.raises(AdapterError):
+        RestoreAdapter.create(tiny_model, 0)
+    with pytest.raises(AdapterError):
+        RestoreAdapter.create(tiny_model, 2, targets=("nothing_proj",))
+    assert is_plain(tiny_model)
+
+
+def test_a_model_with_foreign_adapters_is_refused():
+    model = build_model("llama")
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(AdapterError, match="PEFT adapters already"):
+        RestoreAdapter.create(model, 2)
+
+
+def test_saving_into_a_file_is_refused(tiny_model, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(AdapterError, match="Cannot write"):
+        trained(tiny_model).save_pretrained(tmp_path / "file")

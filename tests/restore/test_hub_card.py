@@ -1,0 +1,227 @@
+"""Model cards: valid for the hub, true to the record, runnable, and never in place of a person's own words."""
+
+import json
+import re
+import shlex
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+
+from restorekv.compression.compressor import compress
+from restorekv.errors import AdapterError, RestoreKVWarning
+from restorekv.model.load import bundled_path, load_model
+from restorekv.restore import model_card
+from restorekv.restore.adapter import RestoreAdapter
+from restorekv.restore.adapter_file import read
+from tests.helpers.cli_world import TEXT, World, build_world, cli
+from tests.helpers.hub_world import front_matter_errors, local_hub
+from tests.helpers.models import build_model
+
+SETTINGS = {"lr": 2e-4, "targets": ["q_proj"], "clip": None, "note": "a | b\nc <img>"}
+DATA = [
+    {"source": "LongAlpaca", "examples": 2488, "contexts": 500, "licence": "CC BY-NC 4.0"},
+    {"source": "PG-19", "examples": 2260, "licence": "Apache-2.0"},
+]
+RESULTS = [{"benchmark": "suite", "ratio": 0.05, "base": 70.1, "restored": 92.7, "full": 96.8}]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, tiny_tokenizer) -> World:
+    return build_world(tmp_path_factory.mktemp("world"), tiny_tokenizer)
+
+
+def adapter_of(name="Qwen/Qwen3-tiny", targets=("q_proj", "v_proj"), **record):
+    model = build_model("qwen3")
+    model.config._name_or_path = name
+    adapter = RestoreAdapter.create(model, 4, rank=2, targets=targets)
+    if record:
+        adapter.describe(**{"evictor": "kvzip", "prefix_policy": "free", "ratio_range": (0.025, 0.25), **record})
+    return adapter
+
+
+def card_of(adapter):
+    return model_card.text(adapter.card, adapter.config)
+
+
+def rows(text, title):
+    """The table under a heading, as {first cell: other cells}."""
+    section = text.split(f"## {title}\n")[1].split("\n## ")[0]
+    lines = [re.split(r"(?<!\\)\|", line)[1:-1] for line in section.splitlines() if line.startswith("|")]
+    return {line[0].strip(): [each.strip() for each in line[1:]] for line in lines[2:]}
+
+
+def test_everything_recorded_is_told():
+    adapter = adapter_of(settings=SETTINGS, data=DATA, allocation="adakv", restore_from="evicted")
+    adapter.report(RESULTS)
+    text = card_of(adapter)
+    made = rows(text, "What it was made for")
+    assert made["base model"] == ["Qwen/Qwen3-tiny"]
+    assert made["fingerprint of its weights"] == [adapter.card.fingerprint]
+    assert json.loads(made["RoPE"][0]) == adapter.card.rope
+    assert made["evictor"] == ["kvzip"] and made["restore tokens (n)"] == ["4"] and made["allocation"] == ["adakv"]
+    assert made["compression ratios"] == ["0.025 to 0.25"] and made["the restore pass reads"] == ["the evicted cache"]
+    assert rows(text, "Training") == {
+        "highest learning rate": ["0.0002"], "layers with a LoRA": ["q_proj"], "note": ["a \\| b c &lt;img>"],
+        "largest norm of the gradient": ["none"],
+    }  # fmt: skip
+    told = rows(text, "Data and licence")
+    assert told == {"LongAlpaca": ["2488", "500", "CC BY-NC 4.0"], "PG-19": ["2260", "not recorded", "Apache-2.0"]}
+    assert "Licence of this adapter: CC BY-NC 4.0." in text and "Not for commercial use." in text
+    assert rows(text, "Results") == {"suite": ["0.05", "70.1", "92.7", "96.8"]}
+
+
+def test_what_is_not_recorded_is_not_told():
+    text = card_of(adapter_of())
+    made = rows(text, "What it was made for")
+    unknown = ("evictor", "chat prefix", "allocation", "the restore pass reads", "compression ratios")
+    assert all(made[name] == ["not recorded"] for name in unknown)
+    for title, words in {
+        "Training": "Not recorded.",
+        "Data and licence": "Not recorded.",
+        "Results": "None recorded.",
+    }.items():
+        assert text.split(f"## {title}\n\n")[1].startswith(words)
+    assert "Licence of this adapter: unknown: ask whoever trained it." in text
+    assert "Which evictor this adapter belongs to is not recorded" in text
+    assert ModelCard(text).data.license == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("name", "licence", "expected"),
+    [
+        ("Qwen/Qwen3-8B", "CC BY-NC 4.0", ("Qwen/Qwen3-8B", "cc-by-nc-4.0", None)),
+        ("Qwen/Qwen3-8B", "Apache-2.0", ("Qwen/Qwen3-8B", "apache-2.0", None)),
+        ("bundled", None, (None, "unknown", None)),
+        ("/home/me/model", "My: own\nlicence", (None, "other", "my-own-licence")),
+        ("tests", "public domain", (None, "other", "public-domain")),
+    ],
+)
+def test_front_matter_is_what_the_hub_takes(name, licence, expected):
+    text = card_of(adapter_of(name, licence=licence, settings={"a": 1}))
+    data = ModelCard(text).data
+    assert (data.base_model, data.license, data.license_name) == expected
+    assert data.library_name == "peft" and {"restorekv", "kv-cache", "lora"} <= set(data.tags)
+    assert front_matter_errors(text) == []
+
+
+def code_blocks(text, language):
+    return re.findall(rf"```{language}\n(.*?)```", text, re.S)
+
+
+def test_the_commands_of_a_card_run(world, tmp_path, monkeypatch):
+    """Python and shell give the same compressed context, under the conventions of the card."""
+    adapter = RestoreAdapter.create(load_model(world.model)[0], 4, rank=2)
+    adapter.describe(evictor="kvzip+", prefix_policy="counted", ratio_range=(0.3, 0.6), allocation="per-layer")
+    adapter.save_pretrained(tmp_path / "adapter")
+    stored = read(tmp_path / "adapter")
+    text = model_card.text(stored.card, stored.config, str(tmp_path / "adapter"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "doc.txt").write_text(TEXT)
+    made = {}
+    exec(code_blocks(text, "python")[0], made)
+    manifest = made["small"].manifest
+    assert (manifest.evictor, manifest.ratio, manifest.prefix_policy, manifest.allocation, manifest.restore_tokens) == (
+        "kvzip+", "3/10", "counted", "per-layer", 4
+    )  # fmt: skip
+    first, second = code_blocks(text, "sh")[0].splitlines()
+    assert cli(*shlex.split(first)[1:], "--json", "made.json").code == 0
+    assert json.loads((tmp_path / "made.json").read_text())["pairs"] == manifest.pairs
+    assert cli(*shlex.split(second)[1:], "--max-new-tokens", 2).code == 0
+
+
+def kvpress_section(**record):
+    return card_of(adapter_of(**record)).split("## In kvpress 0.5.5")[1]
+
+
+def test_kvpress_is_told_what_differs():
+    plain = kvpress_section(prefix_policy="counted")
+    for words in ("chat prefix counts", "Pairs compete", "reads the full cache", "own settings", "expect worse"):
+        assert words not in plain
+    assert "kvzip_plus_normalization=False" in plain and '[-1] + ""' in plain
+    plus = kvpress_section(evictor="kvzip+:chunk=64", allocation="per-head", restore_from="evicted")
+    assert "kvzip_plus_normalization=True" in plus and '+ "_plus"' in plus and "not those of kvzip+:chunk=64" in plus
+    assert "chat prefix counts" in plus and "here: per-head" in plus and "reads the full cache" in plus
+    assert "was trained with snapkv" in kvpress_section(evictor="snapkv")
+    assert "cannot be used there" in kvpress_section(evictor="kvzip", targets=())
+
+
+def test_our_cards_are_renewed_and_others_stay(tmp_path):
+    first, second = adapter_of(licence="mit"), adapter_of(licence="apache-2.0")
+    first.save_pretrained(tmp_path)
+    second.save_pretrained(tmp_path)
+    readme = tmp_path / "README.md"
+    assert readme.read_text() == card_of(second)
+    for theirs in (b"# Mine\n", readme.read_bytes().replace(b"apache", b"Apache"), b"\xff\xfe", b""):
+        readme.write_bytes(theirs)
+        with pytest.warns(RestoreKVWarning, match=r"README.md was written or changed by someone and stays"):
+            first.save_pretrained(tmp_path)
+        assert readme.read_bytes() == theirs
+        assert RestoreAdapter.from_pretrained(first.model, tmp_path).card == first.card
+    readme.unlink()
+    readme.mkdir()
+    with pytest.warns(RestoreKVWarning, match="stays"):
+        first.save_pretrained(tmp_path)
+
+
+def test_cards_of_before_load_unchanged(tmp_path):
+    for folder in bundled_path("adapters").iterdir():
+        entries, card = json.loads((folder / "restorekv.json").read_text()), read(folder).card
+        assert {key: value for key, value in entries.items() if key not in ("version", "sha256")} == {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in vars(card).items()
+            if key in entries
+        }
+        assert (card.settings, card.data, card.results, card.licence, card.source) == (None,) * 5
+
+
+@pytest.mark.parametrize(
+    ("field", "nonsense"),
+    [("settings", [1]), ("data", {"a": 1}), ("data", ["a"]), ("results", 3), ("licence", 4), ("source", [])],
+)
+def test_a_record_of_another_kind_is_refused(tmp_path, field, nonsense):
+    adapter = adapter_of()
+    adapter.save_pretrained(tmp_path)
+    path = tmp_path / "restorekv.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: nonsense}))
+    with pytest.raises(AdapterError, match=r"restorekv.json is damaged"):
+        RestoreAdapter.from_pretrained(adapter.model, tmp_path)
+
+
+def test_only_json_is_recorded():
+    with pytest.raises(AdapterError, match="plain JSON"):
+        adapter_of(settings={"dtype": torch.float32})
+    with pytest.raises(AdapterError, match="plain JSON"):
+        adapter_of().report([{"score": torch.ones(1)}])
+
+
+def test_push_prints_publishes_and_refuses(world, tmp_path, monkeypatch):
+    dry = cli("push", world.adapter, "me/mine", "--dry-run", "--licence", "mit")
+    assert dry.code == 0 and ModelCard(dry.out).data.license == "mit" and 'adapter="me/mine"' in dry.out
+    with local_hub(monkeypatch, tmp_path / "cache") as hub:
+        done = cli(
+            "push",
+            world.adapter,
+            "me/mine",
+            "--licence",
+            "mit",
+            "--private",
+            "--message",
+            "First",
+            "--dtype",
+            "bfloat16",
+        )
+        assert done.code == 0 and "Published" in done.out, done.err
+        assert done.err.startswith("warning: The base model is recorded as") and done.err.count("\n") == 1
+        assert hub.files("me/mine")["README.md"].decode() == dry.out.replace("| float32 |", "| bfloat16 |").replace(
+            dry.out.splitlines()[-1], hub.files("me/mine")["README.md"].decode().splitlines()[-1]
+        )
+        assert hub.messages == ["First"] and hub.private["me/mine"]
+        model, tokenizer = load_model(world.model)
+        compress(model, tokenizer, TEXT, ratio=0.3, adapter="me/mine")
+        refused = cli("push", world.adapter, "others/mine")
+        assert refused.code == 1 and refused.err.splitlines()[-1].startswith("error: The hub refuses others/mine (403")
+    for folder, words in {"text": "is no folder", "model": "has no adapter_config.json"}.items():
+        wrong = cli("push", getattr(world, folder), "me/mine", "--dry-run")
+        assert wrong.code == 1 and words in wrong.err and wrong.err.count("\n") == 1
+    assert cli("push", world.adapter, "me/mine", "--dtype", "int8").code == 1

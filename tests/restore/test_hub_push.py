@@ -1,0 +1,224 @@
+"""`restorekv push`: the dry run is the push without the upload; a person's README.md; results of an evaluation."""
+
+import json
+import shutil
+import warnings
+
+import pytest
+import torch
+
+from restorekv.errors import AdapterError
+from restorekv.model.load import load_model
+from restorekv.restore import card_results
+from restorekv.restore.adapter import RestoreAdapter
+from restorekv.restore.adapter_file import read
+from tests.evaluation.test_rows import DOCUMENTS
+from tests.helpers.cli_world import World, build_world, cli
+from tests.helpers.hub_world import local_hub
+from tests.restore.test_hub_card import adapter_of, rows
+
+REPO = "me/mine"
+NC_DATA = [{"source": "A", "licence": "CC BY-NC 4.0"}]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, tiny_tokenizer) -> World:
+    return build_world(tmp_path_factory.mktemp("world"), tiny_tokenizer)
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    with local_hub(monkeypatch, tmp_path / "cache") as hub:
+        yield hub
+
+
+def folder_of(place, readme=None, **record):
+    adapter_of(**record).save_pretrained(place)
+    if readme is not None:
+        (place / "README.md").write_text(readme)
+    return place
+
+
+def both(folder, repo, *more):
+    """Dry run and push; their messages but for what the hub itself says."""
+    return cli("push", folder, repo, "--dry-run", *more), cli("push", folder, repo, *more)
+
+
+@pytest.mark.parametrize("repo", ["bad name!!", "a/b/c", "mine", "me/bad--name", ""])
+def test_a_dry_run_refuses_the_names_that_push_refuses(world, hub, repo):
+    for told in both(world.adapter, repo):
+        assert told.code == 1 and told.out == ""
+        assert told.err == f"error: {repo!r} is no name for a repository on the hub; give OWNER/NAME.\n"
+    assert not hub.commits
+
+
+def test_a_dry_run_warns_as_push_does(world, hub):
+    dry, done = both(world.adapter, REPO)
+    assert dry.code == done.code == 0 and dry.err == done.err and "others cannot load from the hub" in dry.err
+    assert hub.files(REPO)["README.md"].decode() == dry.out
+
+
+OWN = "---\nlicense: {}\n---\n# My adapter\n"
+
+
+@pytest.mark.parametrize("licence", ["mit", "MIT License"])
+def test_the_folders_own_card_goes_up_and_its_licence_is_recorded(tmp_path, hub, licence):
+    own = OWN.format("mit")
+    folder = folder_of(tmp_path / "adapter", own, evictor="kvzip")
+    dry, done = both(folder, REPO, *(["--licence", licence] if licence != "mit" else []))
+    assert dry.out == own and done.code == 0
+    assert hub.files(REPO)["README.md"].decode() == own
+    assert json.loads(hub.files(REPO)["restorekv.json"])["licence"] == "mit"
+
+
+@pytest.mark.parametrize(
+    ("readme", "flags", "record", "words"),
+    [
+        (OWN.format("mit"), (), {"data": NC_DATA}, "CC BY-NC 4.0; mit allows more, so mend the license there"),
+        ("# Mine\n", (), {"data": NC_DATA}, "names no licence, not cc-by-nc-4.0; write `license: cc-by-nc-4.0` there"),
+        (OWN.format("mit"), ("--licence", "apache-2.0"), {}, "names mit, not apache-2.0; write `license: apache-2.0`"),
+        ("# Mine\n", ("--licence", "mit"), {}, "names no licence, not mit"),
+        ("---\nlicense: [a\n---\n", ("--licence", "mit"), {}, "names no licence, not mit"),
+    ],
+)
+def test_an_own_card_that_contradicts_is_refused(tmp_path, hub, readme, flags, record, words):
+    folder = folder_of(tmp_path / "adapter", readme, evictor="kvzip", **record)
+    for told in both(folder, REPO, *flags):
+        assert told.code == 1 and words in told.err and told.err.count("\n") == 1 and not told.out
+    assert not hub.commits
+
+
+@pytest.mark.parametrize(
+    "licence", ["cc-by-nc-4.0", "[mit, cc-by-nc-4.0]", "other\nlicense_name: mine-non-commercial", "cc-by-nc-sa-4.0"]
+)
+def test_an_own_card_as_strict_as_the_data_goes_up(tmp_path, hub, licence):
+    folder = folder_of(tmp_path / "adapter", OWN.format(licence), evictor="kvzip", data=NC_DATA)
+    assert cli("push", folder, REPO, "--dry-run").code == 0
+
+
+def test_a_card_on_the_hub_that_allows_more_is_refused(tmp_path, hub):
+    hub.private[REPO], hub.commits[REPO] = False, [{"README.md": OWN.format("mit").encode()}]
+    folder = folder_of(tmp_path / "adapter", evictor="kvzip", data=NC_DATA)
+    told = cli("push", folder, REPO)
+    assert told.code == 1 and "mit allows more" in told.err and len(hub.commits[REPO]) == 1
+
+
+def test_without_a_record_nothing_goes_up(tmp_path):
+    folder = folder_of(tmp_path / "adapter")
+    (folder / "restorekv.json").unlink()
+    bare = cli("push", folder, REPO)
+    assert bare.code == 1 and "has no restorekv.json" in bare.err
+
+
+@pytest.fixture(scope="module")
+def measured(world, tmp_path_factory):
+    """An adapter that was trained a little, and what eval wrote of it and of another one."""
+    root = tmp_path_factory.mktemp("measured")
+    adapter = RestoreAdapter.create(load_model(world.model)[0], 4, rank=2)
+    with torch.no_grad():
+        for parameter in adapter.lora:
+            parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(0))
+    adapter.describe(evictor="kvzip", prefix_policy="free", ratio_range=(0.1, 0.4))
+    adapter.save_pretrained(root / "adapter")
+    asked = ("--evictor", f"kvzip@{root / 'adapter'}", "--evictor", f"knorm@{world.adapter}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("restorekv.tiny.suite.documents", lambda *_: DOCUMENTS)
+        written = ("--out", root / "run", "--json", root / "eval.json", "--prefix-policy", "free")
+        done = cli("eval", "--model", world.model, *asked, "--ratio", 0.5, "--ratio", 0.25, *written)
+    assert done.code == 0, done.err
+    return root
+
+
+@pytest.fixture
+def own(measured, tmp_path):
+    return shutil.copytree(measured / "adapter", tmp_path / "adapter")
+
+
+def test_results_get_into_the_folder_and_its_card(measured, own, hub):
+    eval_json, before = measured / "eval.json", {path.name: path.read_bytes() for path in own.iterdir()}
+    dry = cli("push", own, REPO, "--results", eval_json, "--dry-run")
+    assert dry.code == 0 and {path.name: path.read_bytes() for path in own.iterdir()} == before
+    assert cli("push", own, REPO, "--results", eval_json).code == 0
+    found = {(row["evictor"], row["restored"], row["ratio"]): row for row in json.loads(eval_json.read_text())["rows"]}
+    results = read(own).card.results
+    assert [row["ratio"] for row in results] == [0.5, 0.25]
+    for row in results:
+        cell = found["kvzip", True, row["ratio"]]
+        assert row["restored"] == round(cell["score"], 1) and row["base"] == round(
+            found["kvzip", False, row["ratio"]]["score"], 1
+        )
+        assert row["full"] == round(found["full", False, 1.0]["score"], 1)
+        assert (row["documents"], row["questions"]) == (2, cell["questions"])
+        assert set(row) == {
+            "benchmark", "ratio", "base", "restored", "low", "high", "gain", "full", "questions", "documents"
+        }  # fmt: skip
+    assert json.loads(hub.files(REPO)["restorekv.json"])["results"] == results
+    assert "| bundled | 0.5 |" in hub.files(REPO)["README.md"].decode() and "| bundled |" in dry.out
+    assert rows((own / "README.md").read_text(), "Results")
+
+
+def test_results_replace_older_ones_of_their_kind(measured, own):
+    found = card_results.read(measured / "eval.json", read(own))
+    other = {"benchmark": "mine", "ratio": 0.5, "restored": 1}
+    assert card_results.joined([{**found[1], "restored": -1}, other], found) == [other, *found]
+    assert card_results.joined(None, found) == found
+
+
+def test_conventions_that_are_not_the_adapters_are_named(measured, own):
+    stored, changed = read(own), own / "changed.json"
+    payload = json.loads((measured / "eval.json").read_text())
+    for row in payload["rows"]:
+        row |= {"prefix_policy": "counted", "allocation": "adakv"}
+    changed.write_text(json.dumps(payload))
+    assert {(row["prefix_policy"], row["allocation"]) for row in card_results.read(changed, stored)} == {
+        ("counted", "adakv")
+    }
+
+
+def test_results_of_another_adapter_are_refused(measured, own, world):
+    def told(folder, file):
+        done = cli("push", folder, REPO, "--dry-run", "--results", file)
+        assert done.code == 1 and done.err.count("\n") == 1 and not done.out
+        return done.err
+
+    eval_json = measured / "eval.json"
+    assert "was measured with the evictor knorm; evaluate the adapter with its kvzip" in told(world.adapter, eval_json)
+    assert "with another base model" in told(world.adapter_of_other, eval_json)
+    stored = read(own)
+    shifted = own / "changed.json"
+    payload = json.loads(eval_json.read_text())
+    for row in payload["rows"]:
+        row["adapter"] = row["adapter"] and "0" * 16
+    shifted.write_text(json.dumps(payload))
+    assert f"has no results of this adapter ({stored.weights_hash()})" in told(own, shifted)
+    for nonsense in ("{", "[]", '{"rows": []}', '{"rows": 3}', '{"rows": [{}]}'):
+        shifted.write_text(nonsense)
+        assert "is not what `restorekv eval --json` writes" in told(own, shifted)
+    assert "is not what" in told(own, own / "none.json")
+
+
+def test_finishing_again_keeps_the_results_of_the_same_weights(measured, own):
+    adapter = RestoreAdapter.from_pretrained(load_model(read(own).card.model)[0], own)
+    adapter.report([{"benchmark": "suite", "ratio": 0.1}])
+    adapter.save_pretrained(own)
+    adapter.describe(evictor="kvzip", prefix_policy="free")
+    adapter.card = type(adapter.card)(**{**vars(adapter.card), "results": None})
+    adapter.save_pretrained(own)
+    assert read(own).card.results == [{"benchmark": "suite", "ratio": 0.1}]
+    with torch.no_grad():
+        adapter.embeddings += 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        adapter.save_pretrained(own)
+    assert read(own).card.results is None
+
+
+def test_eval_tells_of_published_adapters(world):
+    assert "published, auto, none" in " ".join(cli("eval", "--help").out.replace("│", " ").split())
+    told = cli("eval", "--model", world.model, "--evictor", "kvzip@")
+    assert told.code == 1 and "a hub id, published, auto or none behind the @" in told.err
+
+
+def test_the_python_push_prepares_in_the_same_way(hub):
+    with pytest.raises(AdapterError, match="is no name for a repository on the hub"):
+        adapter_of(evictor="kvzip").push_to_hub("mine")

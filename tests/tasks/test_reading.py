@@ -1,0 +1,267 @@
+"""FairytaleQA, XQuAD, HotpotQA and Factbook: they load offline, ask the same every time, and stay out of training."""
+
+import gzip
+import json
+import os
+import runpy
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from restorekv import tasks
+from restorekv.data.overlap import Evaluations, evaluation_texts
+from restorekv.errors import RestoreKVError
+from restorekv.evaluation.cell import Cell
+from restorekv.evaluation.protocols import PROTOCOLS
+from restorekv.evaluation.run import run
+from restorekv.tasks import splits
+from restorekv.tasks.base import digest
+from restorekv.tasks.excerpts import packed, passages, spread
+from restorekv.tasks.fairytaleqa import belonging
+from restorekv.tasks.metrics import exact_match, longest_common_f1
+from restorekv.tasks.reading import TEXTS
+from restorekv.tasks.wording import WORDING
+from tests.helpers.models import build_model
+
+NAMES = ("fairytaleqa", "xquad", "hotpotqa", "factbook")
+RECIPE = Path(__file__).parents[2] / "recipes" / "benchmark_texts.py"
+TRAINING = RECIPE.parent / "smollm2" / "texts"
+PUBLIC = next((path / "shared/data" for path in RECIPE.parents if (path / "shared/data").is_dir()), None)
+
+
+class Words:
+    """A tokenizer for which every word is a token."""
+
+    def __call__(self, text, **_):
+        return type("Encoded", (), {"input_ids": text.split()})
+
+
+@pytest.fixture(params=NAMES)
+def spec(request) -> str:
+    return request.param
+
+
+def test_it_loads_offline_and_asks_the_same_every_time(spec):
+    benchmark = tasks.make(spec)
+    samples = benchmark.chosen(Words(), "kvpress")
+    assert digest(samples) == digest(tasks.make(spec).chosen(Words(), "kvzip")), "both protocols ask alike"
+    assert 0 < sum(path.stat().st_size for path in TEXTS.rglob("*") if path.is_file()) < 2_000_000
+    questions = [question for sample in samples for question in sample.questions]
+    assert len({sample.id for sample in samples}) == len(samples) >= 23
+    assert len({question.id for question in questions}) == len(questions) >= 75
+    assert all(1 <= len(sample.questions) <= 6 for sample in samples)
+    assert all(benchmark.score(question, question.answers[0]) == 1 for question in questions if spec != "factbook")
+    assert all(0 <= value <= 1 for asked in questions for value in benchmark.metrics(asked, "the red house").values())
+    told = benchmark.described()
+    assert told["wording"] == WORDING and told["licence"] and len(told["files"][0]["sha256"]) == 64
+    assert len(tasks.make(f"{spec}:count=3").chosen(Words(), "kvpress")) == 3
+
+
+def test_questions_follow_the_text_in_one_wording_under_both_protocols(spec, tiny_tokenizer):
+    (sample,) = tasks.make(f"{spec}:count=1").chosen(Words(), "kvpress")
+    for protocol in PROTOCOLS.values():
+        context, _ = protocol.context("any", tiny_tokenizer, "a text")
+        told = tiny_tokenizer.decode(protocol.prompt(tiny_tokenizer, context, sample.questions[0])[0])
+        assert told.startswith("\n\nQuestion: ") and "\nAnswer:<|im_end|>" in told and "Q: " not in told
+
+
+def test_passages_of_stories_hold_what_is_asked():
+    whole = tasks.make("fairytaleqa:length=0,questions=0").chosen(Words(), "kvpress")
+    cut = tasks.make("fairytaleqa:length=400,questions=0").chosen(Words(), "kvpress")
+    assert len(whole) == 23 and sum(len(sample.questions) for sample in whole) == 1025
+    assert all(len(sample.context.split()) <= 400 for sample in cut) and len(cut) > 100
+    text = {sample.id: sample.context for sample in whole}
+    home = {question.id: sample for sample in cut for question in sample.questions}
+    assert 0.85 * 1025 < len(home) < 1025, "what no passage clearly holds is not asked"
+    assert all(home[name].context in text[name.rpartition("/")[0]] for name in home), "in the very words"
+    explicit = [each for each in home.values() for each in each.questions if each.task == "explicit"]
+    held = [any(answer.lower() in home[each.id].context.lower() for answer in each.answers) for each in explicit]
+    elsewhere = [any(answer.lower() in cut[0].context.lower() for answer in each.answers) for each in explicit]
+    assert sum(held) > 0.5 * len(held) > 4 * sum(elsewhere)
+    tasks_of = Counter(question.task for sample in whole for question in sample.questions)
+    assert tasks_of["explicit"] > 2 * tasks_of["implicit"] > 400
+
+
+def test_a_question_goes_where_words_and_place_agree():
+    texts = [
+        "the king had a golden bird. " * 3,
+        "a wolf ate the grey sheep. " * 3,
+        "the king sold the bird at last. " * 3,
+    ]
+
+    def asked(question, answer, sections):
+        return {"question": question, "answers": [answer], "sections": sections}
+
+    questions = [
+        asked("What did the wolf eat?", "the grey sheep", "2"),
+        asked("What had the king?", "a golden bird", "1"),
+        asked("What did the wolf eat?", "the grey sheep", "3"),
+        asked("Who sold the bird?", "the king", "3"),
+    ]
+    assert belonging(questions, texts) == [1, 0, None, 2]
+
+
+def test_text_is_cut_at_the_ends_of_paragraphs():
+    text = "\n\n".join(f"{'word ' * size}end." for size in (9, 4, 4, 30, 2))
+    found = passages(text, 16, lambda part: len(part.split()))
+    assert all(len(part.split()) <= 16 for part in found) and len(found) == 4
+    assert "".join("".join(found).split()) == "".join(text.split()) and all(part == part.strip() for part in found)
+    assert passages(text, 0, len) == [text] == passages(text, 10_000, len)
+    assert packed([5, 5, 5, 5], 10) == [range(0, 2), range(2, 4)] and packed([9, 1, 1, 9], 12) == [
+        range(0, 2),
+        range(2, 4),
+    ]
+    assert [list(group) for group in packed([1] * 7, 3)] == [[0, 1, 2], [3, 4, 5], [6]]
+    assert spread([*range(10)], 3) == [0, 3, 6] and spread([1, 2], 5) == [1, 2] == spread([1, 2], 0)
+
+
+def test_longest_common_subsequence_against_every_subsequence():
+    def brute(a, b):
+        subsequences = {
+            tuple(word for turn, word in enumerate(a) if chosen >> turn & 1) for chosen in range(2 ** len(a))
+        }
+        others = iter(sorted(subsequences, key=len, reverse=True))
+        return next(len(each) for each in others if is_within(each, iter(b)))
+
+    def is_within(wanted, said):
+        return all(word in said for word in wanted)
+
+    texts = ["a b c d", "d c b a", "a c a d b", "b b a", "c", "a d d a c b c"]
+    for one in texts:
+        for two in texts:
+            common = brute(one.split(), two.split())
+            expected = 2 * common / (len(one.split()) + len(two.split()))
+            assert longest_common_f1(one, two) == pytest.approx(expected)
+    assert longest_common_f1("The King's daughter!", "the king s daughter") == 1 and longest_common_f1("", "a") == 0
+    assert longest_common_f1("...", "...") == 0
+
+
+def test_exact_match_and_hotpots_yes_and_no():
+    assert exact_match("The Eiffel Tower.", "eiffel tower") == 1 and exact_match("eiffel towers", "eiffel tower") == 0
+    hotpot = tasks.make("hotpotqa")
+    question = hotpot.asked("1", "hotpotqa", "Is it?", ["yes"])
+    assert hotpot.score(question, "Yes.") == 1 and hotpot.score(question, "yes it is") == 0
+    other = hotpot.asked("1", "hotpotqa", "Which?", ["video game"])
+    assert hotpot.score(other, "a game") == pytest.approx(2 / 3) and hotpot.score(other, "no") == 0
+    assert hotpot.metrics(other, "The video game") == {"exact_match": 1}
+    assert tasks.make("factbook").metrics(other, "It is a video game, I think") == {"contained": 1}
+    assert tasks.make("factbook").metrics(other, "video gamer") == {"contained": 0}
+
+
+def rows_of(file: Path) -> list[dict]:
+    with gzip.open(file) as stream:
+        return [json.loads(line) for line in stream]
+
+
+def test_splits_do_not_meet():
+    names = [splits.fairytale_split("train", index) for index in range(232)]
+    assert Counter(names) == {"training": 213, "development": 19} and splits.fairytale_split("val", 5) == "evaluation"
+    assert (
+        splits.novel_split("Burnett_Garden_1911") == "evaluation"
+        and splits.novel_split("Kipling_Kim_1901") == "training"
+    )
+    assert splits.novel_split("Chesterton_Thursday_1908") == "development"
+    countries = [f"{first}{second}" for first in "abcd" for second in "vwxyz"]
+    found = splits.factbook_splits(
+        f"{country}/{part}" for country in countries[::-1] for part in ("Economy", "Geography")
+    )
+    assert {country: found[f"{country}/Economy"] for country in countries} == {
+        country: {0: "evaluation", 1: "development"}.get(index % 8, "training")
+        for index, country in enumerate(countries)
+    }
+    assert all(found[name] == found[name.replace("Economy", "Geography")] for name in found)
+
+
+@pytest.mark.parametrize(
+    ("spec", "content", "said"),
+    [
+        ("fairytaleqa", '{"id": "a", "context": "b"}', "not in the form of FairytaleQA"),
+        ("xquad", '{"data": [{"title": "a"}]}', "not in the form of XQuAD"),
+        ("hotpotqa", '{"_id": "a", "context": [["b", ["c"]]], "question": "d"}', "not in the form of HotpotQA"),
+        (
+            "factbook",
+            '{"id": "a/b", "context": "c", "questions": [{"question": "d", "answers": []}]}',
+            "not in the form",
+        ),
+    ],
+)
+def test_foreign_files_are_refused(tmp_path, spec, content, said):
+    path = tmp_path / "val.jsonl"
+    path.write_text(content + "\n")
+    with pytest.raises(RestoreKVError, match=said):
+        tasks.make(f"{spec}:path={path}").chosen(Words(), "kvpress")
+    with pytest.raises(RestoreKVError, match="no file"):
+        tasks.make(f"{spec}:path={path}s").chosen(Words(), "kvpress")
+
+
+def test_training_documents_are_asked_only_by_name(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(gzip.decompress((TEXTS / "fairytaleqa/val.jsonl.gz").read_bytes()))
+    with pytest.raises(RestoreKVError, match="no text with a question"):
+        tasks.make(f"fairytaleqa:path={path}").chosen(Words(), "kvpress")
+    found = tasks.make(f"fairytaleqa:path={path},split=development,length=0").chosen(Words(), "kvpress")
+    assert [sample.id for sample in found] == [
+        rows_of(TEXTS / "fairytaleqa/val.jsonl.gz")[place]["id"] for place in (5, 17)
+    ]
+    with pytest.raises(RestoreKVError, match="split is one of"):
+        tasks.make("factbook:split=test")
+    with pytest.raises(RestoreKVError, match="at least 64"):
+        tasks.make("xquad:length=10")
+
+
+def test_a_cell_records_both_metrics(tmp_path, tiny_tokenizer):
+    build_model("qwen3").save_pretrained(tmp_path / "model")
+    tiny_tokenizer.save_pretrained(tmp_path / "model")
+    cells = [Cell.full(model=str(tmp_path / "model"), benchmark=f"{name}:count=1,questions=2") for name in NAMES[:2]]
+    for result, metric in zip(run(cells, tmp_path / "run"), ("rouge_l", "exact_match"), strict=True):
+        benchmark, (line,) = tasks.make(result.cell.benchmark), result.lines
+        (sample,) = benchmark.chosen(tiny_tokenizer, "kvpress")
+        for asked, told in zip(sample.questions, line["answers"], strict=True):
+            assert told["metrics"] == benchmark.metrics(asked, told["prediction"]) and {*told["metrics"]} == {metric}
+        by_task = Counter(told["task"] for told in line["answers"])
+        means = [
+            sum(told["metrics"][metric] / by_task[task] for told in line["answers"] if told["task"] == task)
+            for task in by_task
+        ]
+        assert result.summary["metrics"] == {metric: pytest.approx(100 * sum(means) / len(means))}
+
+
+@pytest.mark.skipif(not TRAINING.is_dir(), reason="no training texts ship")
+def test_training_texts_that_ship_share_no_text_with_what_is_evaluated():
+    index = Evaluations(evaluation_texts([str(TEXTS)]), 0.25)
+    found = [text for text in evaluation_texts([str(TRAINING)]) if index.match(text[1])]
+    assert not found
+
+
+@pytest.mark.skipif(PUBLIC is None, reason="the public data are not beside this checkout")
+def test_training_documents_share_no_text_with_what_is_evaluated():
+    """Stories and novels not at all; Factbook's sections share names of fields and lists of treaties."""
+    strict = Evaluations(evaluation_texts([str(TEXTS)]), 0.01)
+    stories = (PUBLIC / "fairytaleqa/train.jsonl").read_text().splitlines()
+    assert not [row["id"] for row in map(json.loads, stories) if strict.match(row["context"])]
+    novels = [path for path in (PUBLIC / "novels").glob("*.txt") if splits.novel_split(path.stem) != "evaluation"]
+    assert len(novels) == 15 and not [path.stem for path in novels if strict.match(path.read_text())]
+    loose = Evaluations(evaluation_texts([str(TEXTS / "factbook")]), 0.25)
+    rows = [json.loads(line) for line in (PUBLIC / "factbook/documents.jsonl").read_text().splitlines()]
+    split = splits.factbook_splits(row["id"] for row in rows)
+    assert not [row["id"] for row in rows if split[row["id"]] != "evaluation" and loose.match(row["context"])]
+    assert {row["id"] for row in rows_of(TEXTS / "factbook/evaluation.jsonl.gz")} <= {
+        name for name in split if split[name] == "evaluation"
+    }
+
+
+@pytest.mark.skipif(PUBLIC is None, reason="the public data are not beside this checkout")
+def test_the_recipe_makes_the_files_that_ship(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(RECIPE), "--data", str(PUBLIC), "--out", str(tmp_path)])
+    runpy.run_path(str(RECIPE), run_name="__main__")
+    made = {path.relative_to(tmp_path): path for path in tmp_path.rglob("*") if path.is_file()}
+    ships = {path.relative_to(TEXTS): path for path in TEXTS.rglob("*") if path.is_file() and path.name != "README.md"}
+    assert made.keys() == ships.keys()
+    for name, path in made.items():
+        one, other = (
+            (gzip.decompress(file.read_bytes()) if name.suffix == ".gz" else file.read_bytes())
+            for file in (path, ships[name])
+        )
+        assert one == other and os.path.getsize(path) > 0

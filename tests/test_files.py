@@ -1,0 +1,36 @@
+"""Files are written whole; what a killed process left of the same file goes with the next one."""
+
+import os
+import subprocess
+import sys
+
+from restorekv.files import HOST, replacing, write_json
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from restorekv.files import replacing
+
+with replacing(Path(sys.argv[1])) as temporary:
+    temporary.write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path):
+    target, other = tmp_path / "a[1].json", tmp_path / "b.json"
+    for path in (target, other):
+        subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert len(left) == 2 and left[0].startswith(".a[1].json.") and left[0].endswith(".tmp")
+    dead = left[0].split(".")[-2]
+    number = dead.removeprefix(f"{HOST}-")
+    stay = [f".a[1].json.{HOST}-mine.tmp", f".a[1].json.{HOST}-{os.getppid()}.tmp", f".a1.json.{dead}.tmp",
+            f"a[1].json.{dead}.tmp", f".a[1].json.other-{number}.tmp"]  # fmt: skip
+    for name in stay:
+        (tmp_path / name).write_text("stays")
+    write_json(target, [1])
+    assert {path.name for path in tmp_path.iterdir()} == {target.name, left[1], *stay}
+    with replacing(other) as temporary:
+        temporary.write_text("whole")
+    assert {path.name for path in tmp_path.iterdir()} == {target.name, other.name, *stay}

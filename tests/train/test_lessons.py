@@ -1,0 +1,124 @@
+"""What is kept between steps and runs changes no loss, and nothing stale is read."""
+
+import copy
+import csv
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import normalizers
+
+from restorekv.errors import RestoreKVError
+from restorekv.model.load import load_model
+from restorekv.train import lessons as lessons_module
+from restorekv.train import store as store_module
+from restorekv.train.data import bundled_examples
+from restorekv.train.lessons import TeacherCache, facts
+from restorekv.train.loop import train
+from tests.helpers.models import build_model
+from tests.train.test_train import CONFIG, EXAMPLES
+
+LIVE = replace(CONFIG, keep=0)
+
+
+def losses(folder: Path) -> list[float]:
+    with (folder / "loss.csv").open() as file:
+        return [float(row["loss"]) for row in csv.DictReader(file)]
+
+
+def files(store: Path) -> dict[str, float]:
+    return {str(path): path.stat().st_mtime_ns for path in sorted(store.rglob("*.safetensors"))}
+
+
+@pytest.mark.parametrize("evictor", ["kvzip", "snapkv"])
+@pytest.mark.parametrize("prefills", [False, True])
+def test_cached_equals_uncached(tiny_tokenizer, tmp_path, evictor, prefills):
+    config = replace(LIVE, evictor=evictor, hidden_weight=0.1, attention_weight=0.1)
+    train(build_model("qwen3"), tiny_tokenizer, EXAMPLES, config, tmp_path / "live")
+    for run in ("filling", "filled"):
+        train(build_model("qwen3"), tiny_tokenizer, EXAMPLES, config, tmp_path / run, store=tmp_path / "store",
+              store_prefill=prefills)  # fmt: skip
+    assert losses(tmp_path / "filling") == losses(tmp_path / "filled") == losses(tmp_path / "live")
+    parts = {path.name: len(list(path.iterdir())) for path in (tmp_path / "store").iterdir()}
+    assert parts == {"scores": 5, "teacher": 5} | ({"prefill": 5} if prefills else {})
+
+
+def test_fifty_steps_from_the_cache_are_those_without_it(tmp_path):
+    model, tokenizer = load_model("bundled")
+    examples = bundled_examples(tokenizer, 3, 0, 100, 160)
+    config = replace(LIVE, steps=50, contexts=1, restore_tokens=3, lr=4e-3, max_new_tokens=16)
+    train(model, tokenizer, examples, config, tmp_path / "live")
+    train(model, tokenizer, examples, config, tmp_path / "cached", store=tmp_path / "store")
+    assert losses(tmp_path / "cached") == losses(tmp_path / "live") and len(losses(tmp_path / "live")) == 50
+
+
+def test_the_second_run_prefills_but_neither_scores_nor_asks_the_teacher(tiny_tokenizer, tmp_path, monkeypatch):
+    model = build_model("llama")
+    train(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path / "one", store=tmp_path / "store")
+    before = files(tmp_path / "store")
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("computed again")
+
+    monkeypatch.setattr(lessons_module.Teacher, "teach", refuse)
+    monkeypatch.setattr("restorekv.compression.compressor.Eviction.prepare", refuse)
+    train(model, tiny_tokenizer, EXAMPLES, replace(LIVE, seed=1), tmp_path / "two", store=tmp_path / "store")
+    assert files(tmp_path / "store") == before
+
+
+@pytest.mark.parametrize("change", [{"model": 1}, {"evictor": "knorm"}, {"max_new_tokens": 3}, {"text": "another"}])
+def test_nothing_stale_is_read(tiny_tokenizer, tmp_path, change):
+    store = tmp_path / "store"
+    TeacherCache(build_model("qwen3"), tiny_tokenizer, EXAMPLES, LIVE, store)[0]
+    model = build_model("qwen3", seed=change.get("model", 0))
+    examples = [replace(EXAMPLES[0], context=EXAMPLES[0].context + change.get("text", ""))]
+    config = replace(LIVE, **{key: value for key, value in change.items() if key not in ("model", "text")})
+    prepared, taught = TeacherCache(model, tiny_tokenizer, examples, config, store)[0]
+    fresh, expected = TeacherCache(model, tiny_tokenizer, examples, config)[0]
+    assert torch.equal(prepared.scores, fresh.scores)
+    for one, other in zip(taught, expected, strict=True):
+        assert torch.equal(one.ids, other.ids) and torch.equal(one.hidden, other.hidden)
+
+
+@pytest.mark.parametrize("change", ["stop ids", "tokenizer", "config"])
+def test_whatever_the_answers_and_scores_depend_on_is_in_the_key(tiny_tokenizer, tmp_path, change):
+    first = facts(build_model("qwen3"), tiny_tokenizer)
+    model, tokenizer = build_model("qwen3", **({"rms_norm_eps": 0.3} if change == "config" else {})), tiny_tokenizer
+    if change == "stop ids":
+        model.generation_config.eos_token_id = [2, 7]
+    elif change == "tokenizer":
+        tokenizer = copy.deepcopy(tiny_tokenizer)
+        tokenizer.backend_tokenizer.normalizer = normalizers.Replace("e", "a")
+    other = facts(model, tokenizer)
+    assert first != other and first == facts(build_model("qwen3"), tiny_tokenizer)
+
+
+def test_answers_of_this_very_model_are_taken_as_they_are(tiny_model, tiny_tokenizer):
+    own = TeacherCache(tiny_model, tiny_tokenizer, EXAMPLES, LIVE)[2][1]
+    ids = tuple(tuple(lesson.ids[-lesson.answer :].tolist()) for lesson in own)
+    given = replace(EXAMPLES[2], drafts=(None, None), answer_ids=ids)
+    again = TeacherCache(tiny_model, tiny_tokenizer, [given], LIVE)[0][1]
+    assert all(torch.equal(a.ids, b.ids) for a, b in zip(own, again, strict=True))
+    other = replace(given, answer_ids=((5, 6, 2), (7, 2)))
+    assert [x.ids[-x.answer :].tolist() for x in TeacherCache(tiny_model, tiny_tokenizer, [other], LIVE)[0][1]] == [
+        [5, 6, 2], [7, 2],
+    ]  # fmt: skip
+
+
+def test_a_damaged_entry_is_named(tiny_tokenizer, tmp_path):
+    model = build_model("qwen3")
+    TeacherCache(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path)[0]
+    path = next((tmp_path / "scores").iterdir())
+    path.write_bytes(path.read_bytes()[:50])
+    with pytest.raises(RestoreKVError, match=f"{path.name} is damaged"):
+        TeacherCache(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path)[0]
+
+
+def test_a_full_disk_stops_before_it_is_full(tiny_tokenizer, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(store_module.shutil, "disk_usage", lambda path: usage._replace(free=store_module.SPARE))
+    with pytest.raises(RestoreKVError, match="bytes free"):
+        TeacherCache(build_model("qwen3"), tiny_tokenizer, EXAMPLES, LIVE, tmp_path)[0]
+    assert not files(tmp_path)

@@ -1,0 +1,375 @@
+"""The training loop: the loss falls, a killed run resumes with the same losses, the backbone stays as it was."""
+
+import csv
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import CohereForCausalLM, GraniteForCausalLM
+
+from restorekv.compression.prepared import PreparedContext
+from restorekv.errors import AdapterError, RestoreKVError, RestoreKVWarning
+from restorekv.model import attention
+from restorekv.model.attention import cascade
+from restorekv.model.load import logits, longest
+from restorekv.model.prompt import make_context
+from restorekv.train import teacher as teacher_module
+from restorekv.train.answers import answer_logits
+from restorekv.train.checks import check
+from restorekv.train.config import TrainConfig, learning_rate
+from restorekv.train.data import check_lengths, read_examples
+from restorekv.train.distill import divergence
+from restorekv.train.example import Example, sources
+from restorekv.train.lessons import TeacherCache
+from restorekv.train.loop import fresh_adapter, train
+from restorekv.train.visit import StepSample, draw
+from tests.helpers.models import SHAPE, build_model
+
+TEXT = "the code of the red house is seven; who lives in the blue house? the blue house is the code of who. " * 2
+EXAMPLES = [
+    Example(TEXT + tail, ("who lives in the red house?", "is the code seven?"), (" seven", None))
+    for tail in ("red", "blue", "seven", "house", "lives")
+]
+CONFIG = TrainConfig(
+    restore_tokens=2, rank=2, alpha=4, lr=1e-2, warmup=2, steps=6, contexts=2, questions=2,
+    ratio_min=0.1, ratio_max=0.4, max_new_tokens=6, checkpoint_every=2, keep=8,
+)  # fmt: skip
+
+
+def losses(folder) -> list[float]:
+    with (folder / "loss.csv").open() as file:
+        return [float(row["loss"]) for row in csv.DictReader(file)]
+
+
+def test_loss_falls_and_the_backbone_is_untouched(tiny_model, tiny_tokenizer, tmp_path):
+    before = {name: weight.clone() for name, weight in tiny_model.state_dict().items()}
+    ids = torch.arange(3, 40)[None]
+    logits = tiny_model(ids).logits
+    train(tiny_model, tiny_tokenizer, EXAMPLES, replace(CONFIG, steps=30), tmp_path / "run")
+    curve = losses(tmp_path / "run")
+    assert sum(curve[-5:]) < 0.9 * sum(curve[:5])
+    assert torch.equal(tiny_model(ids).logits, logits)
+    after = tiny_model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+
+
+def test_a_run_goes_on_from_an_adapter(tiny_model, tiny_tokenizer, tmp_path):
+    first = train(tiny_model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "first")
+    place = str(tmp_path / "first" / "adapter")
+    still = replace(CONFIG, init=place, steps=1, lr=0.0)
+    again = train(tiny_model, tiny_tokenizer, EXAMPLES, still, tmp_path / "again")
+    before, after = first.trainable_state(), again.trainable_state()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert again.card.data[-1]["source"].endswith("through the adapter it began with")
+    for wrong in ({"restore_tokens": 3}, {"rank": 4}, {"alpha": 8}, {"targets": ("q_proj",)}):
+        with pytest.raises(AdapterError, match=place):
+            fresh_adapter(tiny_model, tiny_tokenizer, replace(still, **wrong))
+
+
+def test_every_adapter_weight_that_can_learn_does(tiny_tokenizer, tmp_path):
+    model = build_model("qwen3")
+    first = train(model, tiny_tokenizer, EXAMPLES, replace(CONFIG, steps=1, lr=0.0), tmp_path / "start")
+    start = {name: weight.clone() for name, weight in first.trainable_state().items()}
+    second = train(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "end")
+    still = [name for name, weight in second.trainable_state().items() if torch.equal(weight, start[name])]
+    last = f"layers.{model.config.num_hidden_layers - 1}."
+    # The last layer leaves its keys and values only, so whatever follows them there never matters.
+    assert still and all(last in name and not ("k_proj" in name or "v_proj" in name) for name in still)
+
+
+def test_a_killed_run_resumes_with_the_same_losses(tiny_tokenizer, tmp_path):
+    train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "whole")
+
+    def kill(step: int, steps: int, loss: float) -> None:
+        if step == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "cut", progress=kill)
+    train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "cut", resume=True)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    one, other = ((tmp_path / run / "adapter" / "adapter_model.safetensors").read_bytes() for run in ("whole", "cut"))
+    assert one == other
+
+
+def test_another_run_is_neither_overwritten_nor_continued(tiny_tokenizer, tmp_path):
+    model = build_model("llama")
+    train(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
+    with pytest.raises(RestoreKVError, match="already holds a run"):
+        train(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
+
+
+def test_lessons_are_the_teachers_own_greedy_answers(tiny_model, tiny_tokenizer):
+    lessons = TeacherCache(tiny_model, tiny_tokenizer, EXAMPLES, CONFIG)
+    prepared, taught = lessons[0]
+    for lesson in taught:
+        ids = torch.cat([prepared.context.ids[0], lesson.ids])[None]
+        plain = tiny_model(ids).logits[0, -lesson.answer - 1 : -1]
+        torch.testing.assert_close(tiny_model.lm_head(lesson.hidden), plain, rtol=1e-4, atol=1e-4)
+        assert torch.equal(plain.argmax(-1), lesson.ids[-lesson.answer :])
+
+
+def test_a_generated_answer_ends_with_one_stop_id(tiny_tokenizer):
+    model = build_model("qwen3")
+    question = (Example(TEXT, ("who lives in the red house?",), (None,)),)
+    first = TeacherCache(model, tiny_tokenizer, list(question), CONFIG)[0][1][0]
+    stop = int(first.ids[-first.answer :][1])
+    model.generation_config.eos_token_id = stop
+    again = TeacherCache(model, tiny_tokenizer, list(question), CONFIG)[0][1][0]
+    answer = again.ids[-again.answer :].tolist()
+    assert answer[-1] == stop and answer.count(stop) == 1
+
+
+def test_without_restoring_the_student_is_the_base_evictor(tiny_model, tiny_tokenizer):
+    lessons = TeacherCache(tiny_model, tiny_tokenizer, EXAMPLES, CONFIG)
+    prepared, taught = lessons[1]
+    alone = answer_logits(tiny_model, prepared.at(0.3), [taught[0].ids], [taught[0].answer])
+    both = answer_logits(tiny_model, prepared.at(0.3), [lesson.ids for lesson in taught], [x.answer for x in taught])
+    torch.testing.assert_close(both[: taught[0].answer], alone, rtol=1e-4, atol=1e-4)
+    full = answer_logits(tiny_model, prepared.at(1), [taught[0].ids], [taught[0].answer])
+    assert (full - alone).abs().max() > 1e-3
+
+
+def test_the_first_figures_are_those_of_the_full_cache_and_of_the_evictor_alone(tiny_model, tiny_tokenizer):
+    lessons = TeacherCache(tiny_model, tiny_tokenizer, EXAMPLES, CONFIG)
+    adapter = fresh_adapter(tiny_model, tiny_tokenizer, CONFIG)
+    found = check(adapter, lessons, StepSample(1, (0, 1), "0.400000", 2))
+    prepared, taught = lessons[1]
+    rows, answers = [lesson.ids for lesson in taught], [lesson.answer for lesson in taught]
+    teacher = tiny_model.lm_head(torch.cat([lesson.hidden for lesson in taught]))
+    base = divergence(teacher, answer_logits(tiny_model, prepared.at(0.4), rows, answers)).mean()
+    assert found.base == pytest.approx(float(base), rel=1e-4) and found.full < 1e-4 < found.base
+    assert found.restored != found.base and f"{found.base:.4f} evicted" in str(found)
+
+
+@pytest.mark.parametrize("broken", ["teacher", "attention", "restore"])
+def test_a_mistake_is_found_before_the_first_step(tiny_tokenizer, tmp_path, monkeypatch, broken):
+    model = build_model("qwen3")
+    if broken == "teacher":
+        TeacherCache(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "store")[3]
+        for path in (tmp_path / "store" / "teacher").iterdir():
+            held = load_file(path)
+            save_file({name: -x if "hidden" in name else x for name, x in held.items()}, path)
+    elif broken == "attention":
+        right = cascade.attend
+        monkeypatch.setattr(cascade, "attend", lambda q, layer, mask, scale: right(q, layer, mask, 2 * scale))
+    else:
+        whole = PreparedContext.with_restore_cache
+        monkeypatch.setattr(
+            PreparedContext,
+            "with_restore_cache",
+            lambda self, adapter: replace(whole(self, adapter), scores=-self.scores),
+        )
+    with pytest.raises(RestoreKVError, match="loss"):
+        examples = [EXAMPLES[3]]
+        train(model, tiny_tokenizer, examples, CONFIG, tmp_path / "run", store=tmp_path / "store")
+    assert losses(tmp_path / "run") == []
+
+
+def test_schedule_and_order_are_functions_of_the_step():
+    config = TrainConfig(warmup=10, steps=110, lr=1.0)
+    assert learning_rate(config, 0) == pytest.approx(0.1)
+    assert learning_rate(config, 10) == pytest.approx(1.0)
+    assert learning_rate(config, 60) == pytest.approx(0.5)
+    examples = [Example(str(index), ("a?", "b?", "c?"), (None,) * 3) for index in range(10)]
+    visits = [visit for step in range(5) for visit in draw(replace(config, contexts=2, questions=2), step, examples)]
+    assert sorted(visit.index for visit in visits) == list(range(10))
+    assert all(len(set(visit.questions)) == 2 and 0.025 <= float(visit.ratio) <= 0.25 for visit in visits)
+    assert {visit.tokens for visit in visits} == {8}
+
+
+def test_two_processes_make_the_visits_of_one_with_twice_the_contexts():
+    examples = [Example(str(index), ("a?", "b?"), (None, None)) for index in range(7)]
+    one = [draw(TrainConfig(contexts=4), step, examples) for step in range(5)]
+    assert one == [draw(TrainConfig(contexts=2), step, examples, size=2) for step in range(5)]
+
+
+def test_ratios_may_be_drawn_evenly_in_their_logarithm_and_tokens_at_random():
+    examples = [Example("a", ("b?",), (None,))]
+    config = TrainConfig(ratio_min=0.01, ratio_max=1, ratio_law="log-uniform", nested=True, restore_tokens=3)
+    visits = [draw(config, step, examples)[0] for step in range(400)]
+    assert 0.4 < sum(float(visit.ratio) < 0.1 for visit in visits) / 400 < 0.6
+    assert {visit.tokens for visit in visits} == {1, 2, 3}
+
+
+def test_json_lines_are_read(tiny_model, tiny_tokenizer, tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text(
+        '{"context": "a b", "questions": ["c?"]}\n\n'
+        '{"context": "d", "questions": ["e?"], "answers": ["f"], "source": "mine", "licence": "CC BY 4.0"}\n'
+    )
+    plain, told = read_examples(path, tiny_model, tiny_tokenizer)
+    assert plain.drafts == (None,) and plain.licence is None
+    assert told.drafts == ("f",) and (told.source, told.licence) == ("mine", "cc-by-4.0")
+    assert sources([plain, told, told]) == [
+        {"source": None, "licence": None, "contexts": 1, "examples": 1},
+        {"source": "mine", "licence": "cc-by-4.0", "contexts": 2, "examples": 2},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('{"context": 3}', 'has no text in "context"'),
+        ('["a"]', "is no object"),
+        ('{"context": "a"}', 'has no list in "questions"'),
+        ('{"context": "a", "questions": "b?"}', 'has no list in "questions"'),
+        ('{"context": "a", "questions": ["b?"]', "is no JSON .*character 37"),
+        ('{"context": "a", "questions": ["b?", " "]}', 'has no text in "questions", number 2'),
+        ('{"context": "a", "questions": ["b?"], "answers": [" "]}', 'has no text in "answers", number 1'),
+        ('{"context": "a", "questions": ["b?"], "answers": ["c", "d"]}', "has 1 questions and 2 answers"),
+        ('{"context": "a", "questions": ["b?"], "answer": ["c"]}', "has the unknown key 'answer'"),
+        ('{"context": "a", "questions": ["b?"], "licence": "all mine"}', "has the licence 'all mine'"),
+        ('{"context": "a", "questions": ["b?"], "license": "all mine"}', "has the licence 'all mine'"),
+    ],
+)
+def test_a_poisoned_line_is_named(tiny_model, tiny_tokenizer, tmp_path, line, told):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"context": "a b", "questions": ["c?"]}\n' + line + "\n")
+    with pytest.raises(RestoreKVError, match=f"data.jsonl, line 2 {told}"):
+        read_examples(path, tiny_model, tiny_tokenizer)
+
+
+def test_contexts_must_fit_the_model_and_hold_a_token(tiny_model, tiny_tokenizer):
+    long = replace(EXAMPLES[0], context="house " * 5000, where="line 7")
+    with pytest.raises(RestoreKVError, match=r"line 7 needs .* made for 4096"):
+        check_lengths(tiny_model, tiny_tokenizer, [EXAMPLES[0], long], CONFIG)
+    fits = replace(EXAMPLES[0], context="house " * 2000, where="line 7")
+    check_lengths(tiny_model, tiny_tokenizer, [fits], CONFIG)
+    tokens = make_context(tiny_tokenizer, fits.context).positions
+    with pytest.raises(RestoreKVError, match="line 7 needs"):
+        check_lengths(tiny_model, tiny_tokenizer, [fits], replace(CONFIG, max_new_tokens=4096 - tokens))
+    short = replace(EXAMPLES[0], context="red", where="line 9")
+    with pytest.raises(RestoreKVError, match="line 9 has 1 tokens"):
+        check_lengths(tiny_model, tiny_tokenizer, [short], CONFIG)
+    with pytest.warns(RestoreKVWarning, match="5 of 5 contexts are too short for 90 restore tokens"):
+        check_lengths(tiny_model, tiny_tokenizer, EXAMPLES, replace(CONFIG, restore_tokens=90))
+
+
+def test_a_ratio_without_room_for_a_token_teaches_nothing_and_breaks_nothing(tiny_tokenizer, tmp_path):
+    config = replace(CONFIG, ratio_min=0.001, ratio_max=0.02, restore_from="evicted", steps=4)
+    with pytest.warns(RestoreKVWarning, match="too short"):
+        train(build_model("qwen3"), tiny_tokenizer, EXAMPLES, config, tmp_path / "run")
+    assert len(losses(tmp_path / "run")) == 4
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_before_the_weights_are_spoilt(tiny_tokenizer, tmp_path):
+    config = replace(CONFIG, lr=1e30, warmup=0, checkpoint_every=1)
+    with pytest.raises(RestoreKVError, match=r"step \d is not finite"):
+        train(build_model("qwen3"), tiny_tokenizer, EXAMPLES, config, tmp_path / "run")
+    held = load_file(tmp_path / "run" / "checkpoint.safetensors")
+    assert all(value.isfinite().all() for value in held.values())
+
+
+def test_no_clipping_is_not_no_training(tiny_tokenizer, tmp_path):
+    free = train(build_model("qwen3"), tiny_tokenizer, EXAMPLES, replace(CONFIG, clip=0.0), tmp_path / "free")
+    wide = train(build_model("qwen3"), tiny_tokenizer, EXAMPLES, replace(CONFIG, clip=1e9), tmp_path / "wide")
+    assert all(
+        torch.equal(a, b) for a, b in zip(free.trainable_state().values(), wide.trainable_state().values(), strict=True)
+    )
+    assert any("lora_B" in name and value.any() for name, value in free.trainable_state().items())
+
+
+def test_half_precision_that_loses_gradients_is_refused(tiny_tokenizer, tmp_path):
+    with pytest.raises(RestoreKVError, match="vanish in float16"):
+        train(build_model("llama").half(), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("kind", "extra"),
+    [
+        (GraniteForCausalLM, {"logits_scaling": 8.0, "attention_multiplier": 0.3}),
+        (CohereForCausalLM, {"logit_scale": 0.0625}),
+    ],
+)
+def test_the_loss_is_that_of_the_models_own_logits(tiny_tokenizer, tmp_path, kind, extra):
+    torch.manual_seed(0)
+    model = kind(kind.config_class(**{**SHAPE, "eos_token_id": 2, **extra})).eval().requires_grad_(False)
+    attention.install(model)
+    lessons = TeacherCache(model, tiny_tokenizer, EXAMPLES, CONFIG)
+    prepared, taught = lessons[0]
+    for lesson in taught:
+        ids = torch.cat([prepared.context.ids[0], lesson.ids])[None]
+        plain = model(ids).logits[0, -lesson.answer - 1 : -1]
+        torch.testing.assert_close(logits(model, lesson.hidden), plain, rtol=1e-4, atol=1e-4)
+    train(model, tiny_tokenizer, EXAMPLES, replace(CONFIG, steps=1), tmp_path / "run")
+
+
+def test_a_head_of_another_kind_is_found_before_the_first_step(tiny_tokenizer, tmp_path, monkeypatch):
+    model = build_model("llama")
+    whole = type(model).forward
+
+    def bent(self, *args, **kwargs):
+        out = whole(self, *args, **kwargs)
+        out.logits = out.logits * 0.1
+        return out
+
+    monkeypatch.setattr(type(model), "forward", bent)
+    with pytest.raises(RestoreKVError, match="not those of this model"):
+        train(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
+
+
+def test_a_stretched_rope_has_more_positions():
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "rope_theta": 1e4}
+    assert longest(build_model("llama", rope_parameters=rope).config) == 16384
+    assert longest(build_model("llama").config) == 4096
+
+
+def test_many_questions_are_read_a_few_at_a_time(tiny_model, tiny_tokenizer, monkeypatch):
+    many = Example(TEXT, tuple(f"is {word} red?" for word in "abcdefg"), (" seven",) * 7)
+    whole = TeacherCache(tiny_model, tiny_tokenizer, [many], CONFIG)[0][1]
+    widths = []
+    inner = teacher_module.answer_pass
+    monkeypatch.setattr(teacher_module, "BATCH", 3)
+    monkeypatch.setattr(teacher_module, "answer_pass", lambda *args: (widths.append(len(args[2])), inner(*args))[1])
+    parts = TeacherCache(tiny_model, tiny_tokenizer, [many], CONFIG)[0][1]
+    assert max(widths) == 3
+    for one, other in zip(whole, parts, strict=True):
+        assert torch.equal(one.ids, other.ids)
+        torch.testing.assert_close(one.hidden, other.hidden, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("change", ["model", "data", "dtype", "lr"])
+def test_a_run_is_resumed_as_it_was_and_what_differs_is_named(tiny_tokenizer, tmp_path, change):
+    train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
+    before = (tmp_path / "run" / "loss.csv").read_text()
+    model = build_model("llama", seed=int(change == "model"))
+    model = model.double() if change == "dtype" else model
+    examples = [replace(EXAMPLES[0], licence="mit"), *EXAMPLES[1:]] if change == "data" else EXAMPLES
+    config = replace(CONFIG, lr=1.0) if change == "lr" else CONFIG
+    with pytest.raises(RestoreKVError, match=f"is another one .{change} is .*, was "):
+        train(model, tiny_tokenizer, examples, config, tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / "loss.csv").read_text() == before
+
+
+def test_a_folder_of_something_else_is_left_alone(tiny_tokenizer, tmp_path):
+    (tmp_path / "model.safetensors").write_text("mine")
+    with pytest.raises(RestoreKVError, match="holds other files"):
+        train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_a_draft_is_confirmed_whichever_stop_id_the_model_uses(tiny_tokenizer, monkeypatch):
+    model = build_model("qwen3")
+    question = Example(TEXT, ("who lives in the red house?",), (None,))
+    first = TeacherCache(model, tiny_tokenizer, [question], CONFIG)[0][1][0]
+    stop = int(first.ids[-first.answer :][1])
+    model.generation_config.eos_token_id = [1, stop]  # the lower one is not the model's own
+    written = TeacherCache(model, tiny_tokenizer, [question], CONFIG)[0][1][0]
+    answer = written.ids[-written.answer :]
+    assert answer[-1] == stop
+    draft = tiny_tokenizer.decode(answer[:-1])
+    assert tiny_tokenizer.encode(draft, add_special_tokens=False) == answer[:-1].tolist()
+    monkeypatch.setattr(teacher_module, "answer_ids", None)
+    again = TeacherCache(model, tiny_tokenizer, [replace(question, drafts=(draft,))], CONFIG)[0][1][0]
+    assert torch.equal(again.ids, written.ids) and again.answer == written.answer
+
+
+def test_the_adapter_records_settings_data_and_licence(tiny_tokenizer, tmp_path):
+    made = replace(EXAMPLES[0], source="books", licence="cc-by-sa-4.0")
+    adapter = train(build_model("llama"), tiny_tokenizer, [made, *EXAMPLES[1:]], CONFIG, tmp_path / "run")
+    assert adapter.card.settings["lr"] == CONFIG.lr and adapter.card.settings["processes"] == 1
+    assert [row["contexts"] for row in adapter.card.data] == [1, 4]
+    assert adapter.card.licence.startswith("unknown")

@@ -1,0 +1,266 @@
+"""Training gates: planted ones are found again, interruptions lose nothing, and the command tells mistakes plainly."""
+
+import json
+import math
+import re
+
+import pytest
+import torch
+
+from restorekv import evictors
+from restorekv.errors import RestoreKVError
+from restorekv.evictors import gate_file
+from restorekv.evictors.kvzap import KVzap
+from restorekv.model.observer import probing
+from restorekv.model.prefill import prefill
+from restorekv.model.prompt import make_context
+from restorekv.model.shape import CacheShape
+from restorekv.train import features as features_module
+from restorekv.train.features import Features, collect
+from restorekv.train.gate import measured, overlap, spearman, train_gate, unstacked
+from restorekv.train.gate_fits import FITS, USED, GateConfig, cross_entropy, factor, fit_linear
+from tests.evictors.test_gates import random_layers
+from tests.helpers.cli_world import cli
+from tests.helpers.models import build_model
+
+CPU = torch.device("cpu")
+TEXTS = [f"the code of the red house is {word}; who lives in the blue house? " * 3 for word in ("seven", "ten", "two")]
+
+
+def silent(*_):
+    pass
+
+
+def planted(kind, predict, tokens=600, scale=1.0):
+    """Inputs drawn at random and what a random gate of the shape of the tiny model says of them."""
+    model = build_model("qwen3")
+    layers = random_layers(kind, model, seed=7)
+    stacked = {name: torch.stack([layer[name] for layer in layers]) * scale for name in layers[0]}
+    hidden = torch.randn(tokens, 3, 32, generator=torch.Generator().manual_seed(2))
+    target = predict(stacked, hidden.transpose(0, 1)).permute(2, 0, 1)
+    return CacheShape.of(model), stacked, hidden, target
+
+
+def test_ridge_finds_a_planted_linear_gate():
+    shape, gate, hidden, target = planted("kvzap-linear", KVzap.predict, scale=0.2)
+    data = Features(hidden, target.exp(), torch.zeros(600))
+    found = fit_linear(data, shape, GateConfig("kvzap-linear", alpha=1e-9), CPU, silent)
+    for name in gate:
+        torch.testing.assert_close(found[name], gate[name], rtol=1e-4, atol=1e-5)
+
+
+def test_ridge_is_the_penalised_minimum():
+    """At the minimum of |y - XW - b|^2 + alpha |W|^2 the gradient vanishes, and the intercept has no penalty."""
+    shape, _, hidden, target = planted("kvzap-mlp", KVzap.predict)
+    data = Features(hidden, target.exp(), torch.zeros(600))
+    found = fit_linear(data, shape, GateConfig("kvzap-linear", alpha=30.0), CPU, silent)
+    weight, bias = (found[name].double().requires_grad_() for name in ("weight", "bias"))
+    error = torch.einsum("nld,lhd->nlh", hidden.double(), weight) + bias - target.double()
+    loss = error.square().sum() + 30 * weight.square().sum()
+    for gradient in torch.autograd.grad(loss, (weight, bias)):
+        assert gradient.abs().max() < 1e-2
+
+
+def test_a_floor_stands_for_log_zero():
+    shape, _, hidden, target = planted("kvzap-linear", KVzap.predict)
+    data = Features(hidden, torch.zeros_like(target), torch.zeros(600))
+    found = fit_linear(data, shape, GateConfig("kvzap-linear", floor=1e-3), CPU, silent)
+    torch.testing.assert_close(found["bias"], torch.full((3, 2), math.log(1e-3)))
+
+
+@pytest.mark.parametrize("kind", ["fastkvzip", "kvzap-mlp"])
+def test_training_comes_close_to_a_planted_gate(kind):
+    fit, predict = FITS[kind]
+    shape, _, hidden, target = planted(kind, predict, tokens=1500)
+    target = target if kind == "fastkvzip" else target.exp()
+    data = Features(hidden, target, torch.arange(1500) // 500)
+    train, held = data.held_out(0.3)
+    few, many = GateConfig(kind, steps=1, epochs=1, lr=1e-9), GateConfig(kind, steps=400, epochs=40, batch=200)
+    before, after = (
+        measured(held, fit(train, shape, config.resolved(shape), CPU, silent), predict, config, CPU)
+        for config in (few, many)
+    )
+    least = 0.0
+    if kind == "fastkvzip":  # of soft targets the entropy remains
+        least = float(cross_entropy(*[held.target.permute(1, 2, 0)] * 2))
+    assert after["held_out_loss"] - least < 0.3 * (before["held_out_loss"] - least)
+    assert after["spearman"] > 0.8 > before["spearman"]
+
+
+def test_the_loss_sums_heads_and_layers_and_averages_tokens():
+    scores, target = torch.rand(2, 3, 2, 5, generator=torch.Generator().manual_seed(0)).double()
+    total = 0.0
+    for layer in range(3):
+        for head in range(2):
+            for p, y in zip(scores[layer, head].tolist(), target[layer, head].tolist(), strict=True):
+                total -= (y * math.log(p) + (1 - y) * math.log(1 - p)) / 5
+    assert float(cross_entropy(scores, target)) == pytest.approx(total)
+
+
+def test_learning_rate_factors():
+    steps = [0, 1, 49, 50, 2499, 2500, 3749, 3750, 4999]
+    assert [factor(step, 5000) for step in steps] == [0, 0.01, 0.49, 1, 1, 0.5, 0.5, 0.25, 0.25]
+
+
+def test_ranks_and_overlap():
+    first = torch.tensor([0.1, 0.9, 0.5, 0.7])
+    assert float(spearman(first, first.exp())) == pytest.approx(1)
+    assert float(spearman(first, -first)) == pytest.approx(-1)
+    assert float(spearman(first, torch.tensor([1.0, 3, 2, 4]))) == pytest.approx(1 - 6 * 2 / (4 * 15))
+    tied = torch.tensor([0.0, 0.0, 1.0, 1.0])  # ranks 1.5, 1.5, 3.5, 3.5
+    assert float(spearman(tied, torch.tensor([1.0, 2, 3, 4]))) == pytest.approx(2 / 5**0.5)
+    assert float(spearman(torch.zeros(4), first)) == 0, "what knows nothing agrees with nothing"
+    assert float(overlap(first, torch.tensor([1.0, 3, 2, 4]), 0.25)) == 0
+    assert float(overlap(first, torch.tensor([1.0, 3, 2, 4]), 0.5)) == 1
+
+
+@pytest.mark.parametrize("share", [0.01, 0.8, 0.99])
+def test_some_contexts_are_left_to_train_on(share):
+    data = Features(torch.zeros(4, 1, 2), torch.zeros(4, 1, 1), torch.arange(4) // 2)
+    train, held = data.held_out(share)
+    assert len(train.target) == len(held.target) == 2
+
+
+def test_whole_contexts_are_held_out():
+    data = Features(torch.zeros(50, 1, 2), torch.zeros(50, 1, 1), torch.arange(50) // 5)
+    train, held = data.held_out(0.2)
+    assert len(train.target) == 40 and len(held.document.unique()) == 2
+    assert not set(train.document.tolist()) & set(held.document.tolist())
+    with pytest.raises(RestoreKVError, match="at least two"):
+        Features(torch.zeros(5, 1, 2), torch.zeros(5, 1, 1), torch.zeros(5)).held_out(0.2)
+
+
+def test_features_are_inputs_and_scores_of_the_same_tokens(tiny_model, tiny_tokenizer, tmp_path):
+    found = collect(tiny_model, tiny_tokenizer, TEXTS, "kvzip+", 20, 0, tmp_path / "f")
+    assert found.hidden.shape == (60, 3, 32) and found.document.tolist() == [0] * 20 + [1] * 20 + [2] * 20
+    context, inputs = make_context(tiny_tokenizer, TEXTS[1]), {}
+    with probing(tiny_model, lambda probe: inputs.update({probe.layer: probe.hidden})):
+        full = prefill(tiny_model, context.ids)
+    inputs = torch.stack([inputs[layer] for layer in range(3)])[:, context.prefix :]
+    scores = evictors.make("kvzip+").score(tiny_model, tiny_tokenizer, context, full)
+    columns = []
+    for hidden, target in zip(found.hidden[20:40], found.target[20:40], strict=True):
+        same = (inputs - hidden[:, None]).abs().amax((0, 2))
+        columns.append(int(same.argmin()))
+        assert same.min() < 1e-5
+        torch.testing.assert_close(target, scores[..., columns[-1]])
+    assert len(set(columns)) == 20, "every token is drawn once"
+
+
+def test_an_interruption_loses_nothing(tiny_tokenizer, tmp_path, monkeypatch):
+    model, observe, calls = build_model("qwen3"), features_module.observe, []
+
+    def stopping(*arguments):
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        calls.append(1)
+        return observe(*arguments)
+
+    config = GateConfig(tokens=30, steps=5, held_out=0.3)
+    whole = train_gate(model, tiny_tokenizer, TEXTS, config, tmp_path / "whole", tmp_path / "f0")
+    monkeypatch.setattr(features_module, "observe", stopping)
+    arguments = (model, tiny_tokenizer, TEXTS, config, tmp_path / "gate", tmp_path / "f1")
+    with pytest.raises(KeyboardInterrupt):
+        train_gate(*arguments)
+    assert sorted(path.name for path in (tmp_path / "f1").iterdir()) == ["00000.safetensors", "00001.safetensors"]
+    assert not (tmp_path / "gate").exists()
+    with pytest.raises(RestoreKVError, match="holds features already"):
+        train_gate(*arguments)
+    calls.clear()
+    resumed = train_gate(*arguments, resume=True)
+    assert len(calls) == 1, "only the third context was left"
+    assert resumed.card == whole.card
+    sums = [gate_file.read_header(tmp_path / name)["sha256"] for name in ("whole", "gate")]
+    assert sums[0] == sums[1], "bit for bit"
+
+
+def test_features_of_other_settings_are_refused(tiny_tokenizer, tmp_path):
+    model, folder = build_model("qwen3"), tmp_path / "f"
+    collect(model, tiny_tokenizer, TEXTS, "kvzip", 5, 0, folder)
+    cases = [
+        (build_model("qwen3", seed=1), TEXTS, "kvzip", 5, 0), (model, TEXTS[::-1], "kvzip", 5, 0),
+        (model, TEXTS, "kvzip+", 5, 0), (model, TEXTS, "kvzip", 6, 0), (model, TEXTS, "kvzip", 5, 1),
+    ]  # fmt: skip
+    for other, texts, target, tokens, seed in cases:
+        with pytest.raises(RestoreKVError, match="other data, settings or another model"):
+            collect(other, tiny_tokenizer, texts, target, tokens, seed, folder, resume=True)
+    (folder / "00001.safetensors").write_bytes(b"x")
+    with pytest.raises(RestoreKVError, match="damaged; delete"):
+        collect(model, tiny_tokenizer, TEXTS, "kvzip", 5, 0, folder, resume=True)
+
+
+def test_a_layer_of_stacked_parameters():
+    [first, second] = unstacked({"weight": torch.arange(6.0).view(2, 3)})
+    assert first["weight"].tolist() == [0, 1, 2] and second["weight"].tolist() == [3, 4, 5]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tiny_tokenizer):
+    folder = tmp_path_factory.mktemp("train_gate")
+    build_model("qwen3").save_pretrained(folder / "model")
+    tiny_tokenizer.save_pretrained(folder / "model")
+    rows = [{"context": text, "questions": ["who?"]} for text in TEXTS]
+    (folder / "data").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "one").write_text(json.dumps(rows[0]))
+    return folder
+
+
+def command(folder, out, *more):
+    data = () if "--data" in more else ("--data", folder / "data")
+    return [
+        "train-gate", "--model", folder / "model", *data, "--out", out,
+        "--tokens", 20, "--steps", 3, "--epochs", 1, *more,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", gate_file.KINDS)
+def test_the_command_makes_a_gate_that_works(folder, tmp_path, kind):
+    out = tmp_path / "gate.safetensors"
+    result = cli(*command(folder, out, "--kind", kind))
+    assert result.code == 0 and "spearman" in result.out and "predicts" in result.out, result
+    card = gate_file.read(out).card
+    assert card.kind == kind and card.target == gate_file.TARGETS[kind]
+    assert card.figures.keys() == {
+        "held_out_loss", "spearman", "spearman_within_heads", "overlap_of_top_tenth"
+    }  # fmt: skip
+    assert card.settings.keys() == {"tokens", "held_out", "seed", "contexts", *USED[kind]}
+    assert None not in card.settings.values() and card.settings.get("width", 64) == 64
+    assert len(list((tmp_path / "gate.safetensors.features").iterdir())) == 3
+    (tmp_path / "text").write_text(TEXTS[0])
+    spec = f"{kind.partition('-')[0]}:gate={out}"
+    result = cli("compress", tmp_path / "text", "--model", folder / "model", "-o", tmp_path / "c", "--evictor", spec)
+    assert result.code == 0, result
+
+
+MISTAKES = {
+    "unknown kind": (["--kind", "kvzap"], "no gate of the kind 'kvzap'.*kvzap-linear"),
+    "no tokens": (["--tokens", 0], "tokens is a number of at least 1"),
+    "no batch": (["--batch", 0], "batch is a number of at least 1"),
+    "learning rate NaN": (["--lr", "nan"], "lr is a number above 0"),
+    "no floor": (["--floor", 0], "floor is a number above 0"),
+    "all held out": (["--held-out", 1], "held_out is a share"),
+    "missing data": (["--data", "nowhere"], "no training file"),
+    "swapped lengths": (["--shortest", 900, "--longest", 800], "swap them"),
+    "one context": (["--data", "{}/one"], "at least two contexts"),
+    "features in a file": (["--features", "{}/data"], "is a file"),
+    "output into a missing folder": (["--out", "/no/such/folder/gate"], "does not exist"),
+    "output is a folder": (["--out", "{}"], "is a folder"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_sentence(folder, tmp_path, name):
+    more, words = MISTAKES[name]
+    result = cli(*command(folder, tmp_path / "gate", *[str(word).replace("{}", str(folder)) for word in more]))
+    assert result.code == 1 and result.err.startswith("error: ") and result.err.count("\n") == 1, result
+    assert re.search(words, result.err), result.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupted_command_names_the_way_on(folder, tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(features_module, "observe", interrupt)
+    result = cli(*command(folder, tmp_path / "gate"))
+    assert result.code == 130 and "--resume" in result.err and not (tmp_path / "gate").exists()
