@@ -330,7 +330,6 @@ def test_samples_are_the_same_in_another_process(tokenizer):
         text=True,
         check=True,
         cwd=Path(__file__).parents[2],
-        cwd=os.path.dirname(os.path.dirname(__file__)),
         env={**os.environ, "PYTHONHASHSEED": "7"},
     )
     assert told.stdout.strip() == digest(tokenizer, spec) != digest(tokenizer, spec.replace("seed=5", "seed=6"))
