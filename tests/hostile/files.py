@@ -1,0 +1,158 @@
+"""The campaign against cache files: `python -m tests.hostile.files --count 10000 --seed 0`.
+
+Every case is one harmed file, which a process of its own loads, asks and inspects; a signal, a hang, an exception that
+is not a sentence for the user, or wrong contents that were accepted, is a failure and is printed with its number.
+With --key, files are signed, and plausible lies must be refused too.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import resource
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from tests.hostile.damage import CONTRADICTING, NEUTRAL, PLAUSIBLE, RAW, File
+
+GROUPS = {"raw": RAW, "contradicting": CONTRADICTING, "plausible": PLAUSIBLE, "neutral": NEUTRAL}
+ALLOWED = {
+    "raw": {"refused", "equal"}, "contradicting": {"refused", "equal"}, "plausible": {"refused", "equal", "different"},
+    "neutral": {"equal"},
+}  # fmt: skip
+TEXT = "The red house belongs to Ada. The code of the blue house is 482. " * 12
+SECONDS, SPARE = 60, 2 << 30  # for a case; bytes of address space beyond what is in use
+
+
+def case(seed: int, number: int, good: list[bytes]) -> tuple[str, str, bytes]:
+    """Group, way and bytes of a case, from its number alone."""
+    rng = random.Random(f"{seed}/{number}")
+    group = rng.choices(list(GROUPS), (3, 5, 1, 1))[0]
+    way = rng.choice(GROUPS[group])
+    return group, way.__name__, way(rng, File.of(rng.choice(good)))
+
+
+def made(folder: Path) -> list[bytes]:
+    """Good files: every kind of contents that the format knows."""
+    from restorekv import compress, load_model
+
+    model, tokenizer = load_model("tiny")
+    kinds = (
+        {}, {"adapter": None, "evictor": "snapkv"}, {"storage": "int8"}, {"allocation": "per-head"},
+        {"adapter": None, "evictor": "am-fast"}, {"prefix_policy": "counted", "evictor": "h2o"},
+    )  # fmt: skip
+    found = []
+    for number, options in enumerate(kinds):
+        path = folder / f"good{number}.rkv"
+        compress(model, tokenizer, TEXT, ratio=0.2, **options).save(path)
+        found.append(path.read_bytes())
+    return found
+
+
+def serve(connection) -> None:
+    """Judge files until there are no more."""
+    import torch
+
+    from restorekv import CompressedContext, RestoreKVError, load_model
+    from restorekv.cli import execute
+
+    torch.set_num_threads(1)
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    model, tokenizer = load_model("tiny")
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + SPARE, used + SPARE))
+    while message := connection.recv():
+        path, good = message
+        try:
+            loaded = CompressedContext.load(path, model, tokenizer)
+            loaded.ask("Who owns the red house?", 2)
+            execute(["inspect", str(path)])
+            verdict = "equal" if contents(loaded) in [contents(CompressedContext.load(p, model, tokenizer)) for p in good] else "different"
+        except RestoreKVError as error:
+            verdict = "refused" if str(error).strip() and "\n" not in str(error) else f"not a sentence: {error!r}"
+            if execute(["inspect", str(path)]) == 0:
+                verdict = "inspect accepted what load refused"
+        except BaseException as error:
+            verdict = f"{type(error).__name__}: {str(error)[:200]}"
+        connection.send(verdict)
+
+
+def contents(loaded) -> str:
+    """Everything that decides an answer, as text that can be compared."""
+    import hashlib
+
+    digest = hashlib.sha256(json.dumps([loaded.context.suffix_text, loaded.context.between]).encode())
+    for tensor in (loaded.context.ids, loaded.context.suffix, *(x for y in loaded.cache.layers for x in y.tensors())):
+        digest.update(repr((tensor.dtype, tuple(tensor.shape))).encode() + tensor.contiguous().view(-1).numpy(force=True).tobytes())
+    return digest.hexdigest()
+
+
+class Judge:
+    """The process that reads harmed files; it is started again when a file has killed it."""
+
+    def __init__(self) -> None:
+        self.process = None
+
+    def __call__(self, path: str, good: list[str]) -> str:
+        if self.process is None:
+            context = multiprocessing.get_context("spawn")
+            self.ours, theirs = context.Pipe()
+            self.process = context.Process(target=serve, args=(theirs,), daemon=True)
+            self.process.start()
+        try:
+            self.ours.send((path, good))
+            if not self.ours.poll(SECONDS):
+                self.end()
+                return "hang"
+            return self.ours.recv()
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            self.process.join()
+            code, self.process = self.process.exitcode, None
+            return f"died: exit code {code}"
+
+    def end(self) -> None:
+        if self.process:
+            self.process.kill()
+            self.process.join()
+            self.process = None
+
+
+def run(count: int, seed: int, only: int | None = None) -> tuple[Counter, list[str]]:
+    """Counts by group and verdict, and the failures."""
+    counts, failures, judge = Counter(), [], Judge()
+    with tempfile.TemporaryDirectory(prefix="restorekv-hostile-") as name:
+        folder = Path(name)
+        good = made(folder)
+        paths = sorted(str(path) for path in folder.glob("good*.rkv"))
+        for number in range(count) if only is None else (only,):
+            group, way, raw = case(seed, number, good)
+            path = folder / "case.rkv"
+            path.write_bytes(raw)
+            verdict = judge(str(path), paths)
+            counts[group, verdict if verdict in ("refused", "equal", "different") else "FAILED"] += 1
+            if verdict not in ALLOWED[group]:
+                failures.append(f"case {number} ({group}, {way}): {verdict}")
+                print(failures[-1], flush=True)
+            if number % 1000 == 999:
+                print(f"{number + 1} of {count}, {len(failures)} failures", flush=True)
+        judge.end()
+    return counts, failures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--case", type=int, help="one case by its number")
+    options = parser.parse_args()
+    counts, failures = run(options.count, options.seed, options.case)
+    for (group, verdict), number in sorted(counts.items()):
+        print(f"{group:15} {verdict:10} {number}")
+    sys.exit(f"{len(failures)} failures" if failures else 0)
+
+
+if __name__ == "__main__":
+    main()
