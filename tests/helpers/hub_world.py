@@ -13,7 +13,7 @@ import huggingface_hub.constants as constants
 import yaml
 
 TOKEN = "good"
-LICENCES = set(  # huggingface.co/docs/hub/repositories-licenses
+LICENSES = set(  # huggingface.co/docs/hub/repositories-licenses
     """
     apache-2.0 mit openrail bigscience-openrail-m creativeml-openrail-m bigscience-bloom-rail-1.0 bigcode-openrail-m
     afl-3.0 artistic-2.0 bsl-1.0 bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear c-uda cc cc0-1.0
@@ -50,7 +50,7 @@ def front_matter_errors(content: str) -> list[str]:
     found = re.match(r"---\n(.*?)\n---\n", content, re.S)
     data = yaml.safe_load(found[1]) if found else {}
     errors = (
-        [] if data.get("license") in LICENCES else [f'"license" must be one of the list, not {data.get("license")}']
+        [] if data.get("license") in LICENSES else [f'"license" must be one of the list, not {data.get("license")}']
     )
     if "base_model" in data and not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", data["base_model"]):
         errors.append('"base_model" with value is not valid. Use a model id from https://hf.co/models.')

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, ModelCardData
 from safetensors.torch import load_file
 
 from restorekv.errors import AdapterError, RestoreKVWarning
@@ -18,7 +18,7 @@ REPO = "me/restore-qwen3"
 ALL = {
     "README.md", "restorekv.json", "adapter_config.json", "adapter_model.safetensors", "restore_embeddings.safetensors",
 }  # fmt: skip
-ROWS = [{"source": "houses", "examples": 7, "contexts": 3, "licence": "CC BY 4.0"}]
+ROWS = [{"source": "houses", "examples": 7, "contexts": 3, "license": "CC BY 4.0"}]
 
 
 @pytest.fixture
@@ -143,8 +143,8 @@ def test_offline_mode(model, monkeypatch, hub):
 
 
 def test_front_matter_that_the_hub_refuses(model, hub, monkeypatch):
-    monkeypatch.setattr("restorekv.restore.model_card.front_matter", lambda card, config: "license: my-own")
-    with pytest.raises(AdapterError, match=r"refuses the card of me/restore-qwen3 .*mend its README"):
+    monkeypatch.setattr("restorekv.restore.model_card.front_matter", lambda *_: ModelCardData(license="my-own"))
+    with pytest.raises(AdapterError, match=r"refuses the card of me/restore-qwen3 .*fix its README"):
         trained(model).push_to_hub(REPO)
     assert hub.files(REPO) == {}
 

@@ -3,13 +3,14 @@
 import json
 import shutil
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 
 from restorekv.errors import AdapterError
 from restorekv.model.load import load_model
-from restorekv.restore import card_results
+from restorekv.restore import publish
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.restore.adapter_file import read
 from tests.evaluation.test_rows import DOCUMENTS
@@ -18,7 +19,7 @@ from tests.helpers.hub_world import local_hub
 from tests.restore.test_hub_card import adapter_of, rows
 
 REPO = "me/mine"
-NC_DATA = [{"source": "A", "licence": "CC BY-NC 4.0"}]
+NC_DATA = [{"source": "A", "license": "CC BY-NC 4.0"}]
 
 
 @pytest.fixture(scope="module")
@@ -61,24 +62,24 @@ def test_a_dry_run_warns_as_push_does(world, hub):
 OWN = "---\nlicense: {}\n---\n# My adapter\n"
 
 
-@pytest.mark.parametrize("licence", ["mit", "MIT License"])
-def test_the_folders_own_card_goes_up_and_its_licence_is_recorded(tmp_path, hub, licence):
+@pytest.mark.parametrize("license", ["mit", "MIT License"])
+def test_the_folders_own_card_goes_up_and_its_license_is_recorded(tmp_path, hub, license):
     own = OWN.format("mit")
     folder = folder_of(tmp_path / "adapter", own, evictor="kvzip")
-    dry, done = both(folder, REPO, *(["--licence", licence] if licence != "mit" else []))
+    dry, done = both(folder, REPO, *(["--license", license] if license != "mit" else []))
     assert dry.out == own and done.code == 0
     assert hub.files(REPO)["README.md"].decode() == own
-    assert json.loads(hub.files(REPO)["restorekv.json"])["licence"] == "mit"
+    assert json.loads(hub.files(REPO)["restorekv.json"])["license"] == "mit"
 
 
 @pytest.mark.parametrize(
     ("readme", "flags", "record", "words"),
     [
-        (OWN.format("mit"), (), {"data": NC_DATA}, "CC BY-NC 4.0; mit allows more, so mend the license there"),
-        ("# Mine\n", (), {"data": NC_DATA}, "names no licence, not cc-by-nc-4.0; write `license: cc-by-nc-4.0` there"),
-        (OWN.format("mit"), ("--licence", "apache-2.0"), {}, "names mit, not apache-2.0; write `license: apache-2.0`"),
-        ("# Mine\n", ("--licence", "mit"), {}, "names no licence, not mit"),
-        ("---\nlicense: [a\n---\n", ("--licence", "mit"), {}, "names no licence, not mit"),
+        (OWN.format("mit"), (), {"data": NC_DATA}, "cc-by-nc-4.0; mit allows more, so fix the license there"),
+        ("# Mine\n", (), {"data": NC_DATA}, "names no license, not cc-by-nc-4.0; write `license: cc-by-nc-4.0` there"),
+        (OWN.format("mit"), ("--license", "apache-2.0"), {}, "names mit, not apache-2.0; write `license: apache-2.0`"),
+        ("# Mine\n", ("--license", "mit"), {}, "names no license, not mit"),
+        ("---\nlicense: [a\n---\n", ("--license", "mit"), {}, "names no license, not mit"),
     ],
 )
 def test_an_own_card_that_contradicts_is_refused(tmp_path, hub, readme, flags, record, words):
@@ -89,10 +90,10 @@ def test_an_own_card_that_contradicts_is_refused(tmp_path, hub, readme, flags, r
 
 
 @pytest.mark.parametrize(
-    "licence", ["cc-by-nc-4.0", "[mit, cc-by-nc-4.0]", "other\nlicense_name: mine-non-commercial", "cc-by-nc-sa-4.0"]
+    "license", ["cc-by-nc-4.0", "[mit, cc-by-nc-4.0]", "other\nlicense_name: mine-non-commercial", "cc-by-nc-sa-4.0"]
 )
-def test_an_own_card_as_strict_as_the_data_goes_up(tmp_path, hub, licence):
-    folder = folder_of(tmp_path / "adapter", OWN.format(licence), evictor="kvzip", data=NC_DATA)
+def test_an_own_card_as_strict_as_the_data_goes_up(tmp_path, hub, license):
+    folder = folder_of(tmp_path / "adapter", OWN.format(license), evictor="kvzip", data=NC_DATA)
     assert cli("push", folder, REPO, "--dry-run").code == 0
 
 
@@ -158,10 +159,11 @@ def test_results_get_into_the_folder_and_its_card(measured, own, hub):
 
 
 def test_results_replace_older_ones_of_their_kind(measured, own):
-    found = card_results.read(measured / "eval.json", read(own))
+    found = publish.results_in(measured / "eval.json", read(own))
     other = {"benchmark": "mine", "ratio": 0.5, "restored": 1}
-    assert card_results.joined([{**found[1], "restored": -1}, other], found) == [other, *found]
-    assert card_results.joined(None, found) == found
+    card = replace(read(own).card, results=[{**found[1], "restored": -1}, other])
+    assert publish.with_results(card, found).results == [other, *found]
+    assert publish.with_results(replace(card, results=None), found).results == found
 
 
 def test_conventions_that_are_not_the_adapters_are_named(measured, own):
@@ -170,7 +172,7 @@ def test_conventions_that_are_not_the_adapters_are_named(measured, own):
     for row in payload["rows"]:
         row |= {"prefix_policy": "counted", "allocation": "adakv"}
     changed.write_text(json.dumps(payload))
-    assert {(row["prefix_policy"], row["allocation"]) for row in card_results.read(changed, stored)} == {
+    assert {(row["prefix_policy"], row["allocation"]) for row in publish.results_in(changed, stored)} == {
         ("counted", "adakv")
     }
 
