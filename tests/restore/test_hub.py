@@ -105,7 +105,7 @@ def test_a_card_written_on_the_hub_stays(model, hub):
     assert json.loads(hub.files(REPO)["restorekv.json"])["sha256"]
 
 
-def test_a_local_base_model_is_told(model, hub):
+def test_a_local_base_model_warns(model, hub):
     model.config._name_or_path = "/home/me/models/mine"
     with pytest.warns(RestoreKVWarning, match="others cannot load"):
         trained(model).push_to_hub(REPO)
@@ -153,5 +153,5 @@ def test_a_pushed_file_is_safetensors_of_float32(model, hub, tmp_path):
     adapter = trained(model)
     adapter.push_to_hub(REPO)
     (tmp_path / "weights").write_bytes(hub.files(REPO)["adapter_model.safetensors"])
-    found = load_file(tmp_path / "weights")
-    assert {name.removeprefix("base_model.model.") for name in found} == adapter.tensors.keys()
+    names = load_file(tmp_path / "weights").keys()
+    assert {name.removeprefix("base_model.model.") for name in names} == adapter.tensors.keys()

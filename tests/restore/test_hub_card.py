@@ -1,4 +1,4 @@
-"""Model cards: valid for the hub, true to the record, runnable, and never in place of a person's own words."""
+"""Model cards are valid for the hub, true to the record, runnable, and never replace a person's own words."""
 
 import json
 import re
@@ -54,17 +54,17 @@ def rows(text, title):
     return {line[0].strip(): [each.strip() for each in line[1:]] for line in lines[2:]}
 
 
-def test_everything_recorded_is_told():
+def test_everything_recorded_is_shown():
     adapter = adapter_of(settings=SETTINGS, data=DATA, allocation="adakv", restore_from="evicted", between="\n\n")
     adapter.report(RESULTS)
     text = card_of(adapter)
-    made = rows(text, "What it was made for")
-    assert made["base model"] == ["Qwen/Qwen3-tiny"]
-    assert made["fingerprint of its weights"] == [adapter.card.fingerprint]
-    assert json.loads(made["RoPE"][0]) == adapter.card.rope
-    assert made["evictor"] == ["kvzip"] and made["restore tokens (n)"] == ["4"] and made["allocation"] == ["adakv"]
-    assert json.loads(made["text between document and question"][0]) == "\n\n"
-    assert made["compression ratios"] == ["0.025 to 0.25"] and made["the restore pass reads"] == ["the evicted cache"]
+    facts = rows(text, "What it was made for")
+    assert facts["base model"] == ["Qwen/Qwen3-tiny"]
+    assert facts["fingerprint of its weights"] == [adapter.card.fingerprint]
+    assert json.loads(facts["RoPE"][0]) == adapter.card.rope
+    assert facts["evictor"] == ["kvzip"] and facts["restore tokens (n)"] == ["4"] and facts["allocation"] == ["adakv"]
+    assert json.loads(facts["text between document and question"][0]) == "\n\n"
+    assert facts["compression ratios"] == ["0.025 to 0.25"] and facts["the restore pass reads"] == ["the evicted cache"]
     assert rows(text, "Training") == {
         "lr": ["0.0002"], "targets": ["q_proj"], "note": ["a \\| b c &lt;img>"], "clip": ["none"]
     }  # fmt: skip
@@ -74,12 +74,12 @@ def test_everything_recorded_is_told():
     assert rows(text, "Results") == {"suite": ["0.05", "70.1", "92.7", "96.8"]}
 
 
-def test_what_is_not_recorded_is_not_told():
+def test_what_is_not_recorded_is_not_shown():
     text = card_of(adapter_of())
-    made = rows(text, "What it was made for")
+    facts = rows(text, "What it was made for")
     unknown = ("evictor", "chat prefix", "allocation", "the restore pass reads", "compression ratios",
                "text between document and question")  # fmt: skip
-    assert all(made[name] == ["not recorded"] for name in unknown)
+    assert all(facts[name] == ["not recorded"] for name in unknown)
     for title, words in {
         "Training": "Not recorded.",
         "Data and license": "Not recorded.",
@@ -122,9 +122,9 @@ def test_the_commands_of_a_card_run(world, tmp_path, monkeypatch):
     text = model_card.render(stored.card, stored.config, str(tmp_path / "adapter"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "doc.txt").write_text(TEXT)
-    made = {}
-    exec(code_blocks(text, "python")[0], made)
-    manifest = made["small"].manifest
+    namespace = {}
+    exec(code_blocks(text, "python")[0], namespace)
+    manifest = namespace["small"].manifest
     assert (manifest.evictor, manifest.ratio, manifest.prefix_policy, manifest.allocation, manifest.restore_tokens) == (
         "kvzip+", "3/10", "counted", "per-layer", 4
     )  # fmt: skip
@@ -138,7 +138,7 @@ def kvpress_section(**record):
     return card_of(adapter_of(**record)).split("## In kvpress 0.5.5")[1]
 
 
-def test_kvpress_is_told_what_differs():
+def test_differences_from_kvpress_are_listed():
     plain = kvpress_section(prefix_policy="counted")
     for words in ("chat prefix counts", "Pairs compete", "reads the full cache", "own settings", "expect worse"):
         assert words not in plain

@@ -1,4 +1,4 @@
-"""What may be done with an adapter, and the authors' adapters, whose license and conventions are told."""
+"""What may be done with an adapter, and the authors' adapters, whose license and conventions lead to warnings."""
 
 import shutil
 import warnings
@@ -211,6 +211,8 @@ def test_licenses_of_our_own_adapters(model, tmp_path):
     assert again.card.license == "cc-by-nc-4.0" and "is licensed cc-by-nc-4.0" in heard[0]
     again, heard = loaded("chosen", data=[{"license": "CC BY-NC-ND 4.0"}], license="mit")
     assert "was trained on data licensed cc-by-nc-nd-4.0" in heard[0]
+    with pytest.raises(AdapterError, match=r"cc-by-nc-nd-4\.0; mit allows more"):
+        again.push_to_hub("me/mine")
     shutil.copytree(tmp_path / "free", tmp_path / "changed")
     (tmp_path / "changed" / "README.md").write_text(NC)
     again, heard = with_warnings(lambda: RestoreAdapter.from_pretrained(model, tmp_path / "changed"))

@@ -47,9 +47,9 @@ def both(folder, repo, *more):
 
 @pytest.mark.parametrize("repo", ["bad name!!", "a/b/c", "mine", "me/bad--name", ""])
 def test_a_dry_run_refuses_the_names_that_push_refuses(world, hub, repo):
-    for told in both(world.adapter, repo):
-        assert told.code == 1 and told.out == ""
-        assert told.err == f"error: {repo!r} is no name for a repository on the hub; give OWNER/NAME.\n"
+    for result in both(world.adapter, repo):
+        assert result.code == 1 and result.out == ""
+        assert result.err == f"error: {repo!r} is no name for a repository on the hub; give OWNER/NAME.\n"
     assert not hub.commits
 
 
@@ -84,8 +84,8 @@ def test_the_folders_own_card_goes_up_and_its_license_is_recorded(tmp_path, hub,
 )
 def test_an_own_card_that_contradicts_is_refused(tmp_path, hub, readme, flags, record, words):
     folder = folder_of(tmp_path / "adapter", readme, evictor="kvzip", **record)
-    for told in both(folder, REPO, *flags):
-        assert told.code == 1 and words in told.err and told.err.count("\n") == 1 and not told.out
+    for result in both(folder, REPO, *flags):
+        assert result.code == 1 and words in result.err and result.err.count("\n") == 1 and not result.out
     assert not hub.commits
 
 
@@ -100,8 +100,8 @@ def test_an_own_card_as_strict_as_the_data_goes_up(tmp_path, hub, license):
 def test_a_card_on_the_hub_that_allows_more_is_refused(tmp_path, hub):
     hub.private[REPO], hub.commits[REPO] = False, [{"README.md": OWN.format("mit").encode()}]
     folder = folder_of(tmp_path / "adapter", evictor="kvzip", data=NC_DATA)
-    told = cli("push", folder, REPO)
-    assert told.code == 1 and "mit allows more" in told.err and len(hub.commits[REPO]) == 1
+    result = cli("push", folder, REPO)
+    assert result.code == 1 and "mit allows more" in result.err and len(hub.commits[REPO]) == 1
 
 
 def test_without_a_record_nothing_goes_up(tmp_path):
@@ -140,15 +140,15 @@ def test_results_get_into_the_folder_and_its_card(measured, own, hub):
     dry = cli("push", own, REPO, "--results", eval_json, "--dry-run")
     assert dry.code == 0 and {path.name: path.read_bytes() for path in own.iterdir()} == before
     assert cli("push", own, REPO, "--results", eval_json).code == 0
-    found = {(row["evictor"], row["restored"], row["ratio"]): row for row in json.loads(eval_json.read_text())["rows"]}
+    cells = {(row["evictor"], row["restored"], row["ratio"]): row for row in json.loads(eval_json.read_text())["rows"]}
     results = read(own).card.results
     assert [row["ratio"] for row in results] == [0.5, 0.25]
     for row in results:
-        cell = found["kvzip", True, row["ratio"]]
+        cell = cells["kvzip", True, row["ratio"]]
         assert row["restored"] == round(cell["score"], 1) and row["base"] == round(
-            found["kvzip", False, row["ratio"]]["score"], 1
+            cells["kvzip", False, row["ratio"]]["score"], 1
         )
-        assert row["full"] == round(found["full", False, 1.0]["score"], 1)
+        assert row["full"] == round(cells["full", False, 1.0]["score"], 1)
         assert (row["documents"], row["questions"]) == (2, cell["questions"])
         assert set(row) == {
             "benchmark", "ratio", "base", "restored", "low", "high", "gain", "full", "questions", "documents"
@@ -159,11 +159,11 @@ def test_results_get_into_the_folder_and_its_card(measured, own, hub):
 
 
 def test_results_replace_older_ones_of_their_kind(measured, own):
-    found = publish.results_in(measured / "eval.json", read(own))
+    fresh = publish.results_in(measured / "eval.json", read(own))
     other = {"benchmark": "mine", "ratio": 0.5, "restored": 1}
-    card = replace(read(own).card, results=[{**found[1], "restored": -1}, other])
-    assert publish.with_results(card, found).results == [other, *found]
-    assert publish.with_results(replace(card, results=None), found).results == found
+    card = replace(read(own).card, results=[{**fresh[1], "restored": -1}, other])
+    assert publish.with_results(card, fresh).results == [other, *fresh]
+    assert publish.with_results(replace(card, results=None), fresh).results == fresh
 
 
 def test_conventions_that_are_not_the_adapters_are_named(measured, own):
@@ -178,25 +178,25 @@ def test_conventions_that_are_not_the_adapters_are_named(measured, own):
 
 
 def test_results_of_another_adapter_are_refused(measured, own, world):
-    def told(folder, file):
+    def refusal(folder, file):
         done = cli("push", folder, REPO, "--dry-run", "--results", file)
         assert done.code == 1 and done.err.count("\n") == 1 and not done.out
         return done.err
 
     eval_json = measured / "eval.json"
-    assert "was measured with the evictor knorm; evaluate the adapter with its kvzip" in told(world.adapter, eval_json)
-    assert "with another base model" in told(world.adapter_of_other, eval_json)
+    assert "was measured with the evictor knorm; evaluate the adapter with kvzip" in refusal(world.adapter, eval_json)
+    assert "with another base model" in refusal(world.adapter_of_other, eval_json)
     stored = read(own)
     shifted = own / "changed.json"
     payload = json.loads(eval_json.read_text())
     for row in payload["rows"]:
         row["adapter"] = row["adapter"] and "0" * 16
     shifted.write_text(json.dumps(payload))
-    assert f"has no results of this adapter ({stored.weights_hash()})" in told(own, shifted)
+    assert f"has no results of this adapter ({stored.weights_hash()})" in refusal(own, shifted)
     for nonsense in ("{", "[]", '{"rows": []}', '{"rows": 3}', '{"rows": [{}]}'):
         shifted.write_text(nonsense)
-        assert "is not what `restorekv eval --json` writes" in told(own, shifted)
-    assert "is not what" in told(own, own / "none.json")
+        assert "is not what `restorekv eval --json` writes" in refusal(own, shifted)
+    assert "is not what" in refusal(own, own / "none.json")
 
 
 def test_finishing_again_keeps_the_results_of_the_same_weights(measured, own):
@@ -217,8 +217,8 @@ def test_finishing_again_keeps_the_results_of_the_same_weights(measured, own):
 
 def test_eval_tells_of_published_adapters(world):
     assert "published, auto, none" in " ".join(cli("eval", "--help").out.replace("│", " ").split())
-    told = cli("eval", "--model", world.model, "--evictor", "kvzip@")
-    assert told.code == 1 and "a hub id, published, auto or none behind the @" in told.err
+    result = cli("eval", "--model", world.model, "--evictor", "kvzip@")
+    assert result.code == 1 and "a hub id, published, auto or none behind the @" in result.err
 
 
 def test_the_python_push_prepares_in_the_same_way(hub):

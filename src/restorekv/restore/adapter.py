@@ -244,7 +244,7 @@ class RestoreAdapter(nn.Module):
     def identity(self) -> dict[str, object]:
         """Returns plain JSON for records: a hash of embeddings and LoRA, n, and the conventions of the training."""
         conventions = ("evictor", "prefix_policy", "ratio_range", "allocation", "restore_from")
-        identity = {"hash": adapter_file.weights_hash(self._trainable()), "restore_tokens": self.restore_tokens}
+        identity = {"hash": self.stored().weights_hash(), "restore_tokens": self.restore_tokens}
         return identity | plain({key: getattr(self.card, key) for key in conventions})
 
     def stored(self, dtype: torch.dtype = torch.float32) -> Stored:

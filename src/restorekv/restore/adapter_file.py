@@ -62,14 +62,11 @@ class Card:
     between: str | None = None
 
     def __post_init__(self) -> None:
-        rows = [*(self.data or ()), *(self.results or ())]
-        optional = [each for each in (self.settings, self.weights) if each is not None]
-        if not all(isinstance(each, dict) for each in (*optional, *rows)):
-            raise TypeError("settings and weights are dicts, data and results lists of dicts")
-        if not all(isinstance(text, str | None) for text in (self.license, self.source, self.between)):
-            raise TypeError("license, source and between are texts")
-        if not isinstance(self.local, bool | None):
-            raise TypeError("local is true or false")
+        dicts = [*(self.data or ()), *(self.results or ()), self.settings or {}, self.weights or {}]
+        texts = (self.license, self.source, self.between)
+        typed = all(isinstance(each, dict) for each in dicts) and all(isinstance(each, str | None) for each in texts)
+        if not (typed and isinstance(self.local, bool | None)):
+            raise TypeError("a field of the record has another type")
 
 
 @dataclass(frozen=True)
@@ -82,16 +79,11 @@ class Stored:
     card: Card | None
 
     def weights_hash(self) -> str:
-        """Returns the hash that the adapter has in use, with float32 weights."""
-        return weights_hash({"embeddings": self.embeddings, **self.lora})
-
-
-def weights_hash(tensors: dict[str, Tensor]) -> str:
-    """Returns 16 hex digits of names and float32 values."""
-    sha = hashlib.sha256()
-    for name, value in sorted(tensors.items()):
-        sha.update(name.encode() + value.detach().to("cpu", torch.float32).numpy().tobytes())
-    return sha.hexdigest()[:16]
+        """Returns 16 hex digits of names and values; values count as float32, which they are in use."""
+        sha = hashlib.sha256()
+        for name, value in sorted({"embeddings": self.embeddings, **self.lora}.items()):
+            sha.update(name.encode() + value.detach().to("cpu", torch.float32).numpy().tobytes())
+        return sha.hexdigest()[:16]
 
 
 def plain(value: Any) -> Any:
@@ -119,7 +111,10 @@ def write(folder: Path, stored: Stored, readme: str | None = None) -> None:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as name:
             fresh = Path(name)
             stored.config.save_pretrained(name)
-            sort_keys(fresh / CONFIG)
+            config = json.loads((fresh / CONFIG).read_text(encoding="utf-8"))
+            if isinstance(config.get("target_modules"), list):  # a set, in another order in every process
+                config["target_modules"].sort()
+            (fresh / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
             lora = {PREFIX + key: value.contiguous() for key, value in stored.lora.items()}
             save_file(lora, fresh / WEIGHTS, metadata={"format": "pt"})
             save_file({"restore_embeddings": stored.embeddings.contiguous()}, fresh / EMBEDDINGS)
@@ -132,14 +127,6 @@ def write(folder: Path, stored: Stored, readme: str | None = None) -> None:
                 os.replace(fresh / file, folder / file)
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"Cannot write the adapter to {folder}; choose a writable folder ({error}).") from error
-
-
-def sort_keys(path: Path) -> None:
-    """Sorts the target modules, a set that PEFT writes in another order in every process."""
-    config = json.loads(path.read_text(encoding="utf-8"))
-    if isinstance(config.get("target_modules"), list):
-        config["target_modules"].sort()
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def read(folder: Path) -> Stored:
@@ -178,13 +165,13 @@ def read_card(folder: Path) -> Card | None:
         span = entries["ratio_range"]
         card = Card(**{field.name: entries[field.name] for field in fields(Card) if field.name in entries})
         card = replace(card, ratio_range=span and tuple(span))
+        changed = [file for file, expected in sums.items() if digest(folder / file) != expected]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise AdapterError(f"{path} is damaged; fetch or train the adapter again.") from error
     if version != VERSION:
         raise AdapterError(f"{path} has format version {version}; this restorekv reads version {VERSION}.")
-    for file, expected in sums.items():
-        if digest(folder / file) != expected:
-            raise AdapterError(f"{folder / file} is not the file that was saved; fetch or train the adapter again.")
+    if changed:
+        raise AdapterError(f"{folder / changed[0]} is not the file that was saved; fetch or train the adapter again.")
     return card
 
 
@@ -201,10 +188,7 @@ def tensors(path: Path) -> dict[str, Tensor]:
 
 def digest(path: Path) -> str:
     """Returns the SHA-256 of a file."""
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as error:
-        raise AdapterError(f"Cannot read {path}; fetch or train the adapter again ({error}).") from error
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def check_model(name: str | Path, card: Card, own: Card) -> None:

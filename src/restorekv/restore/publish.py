@@ -13,10 +13,10 @@ from pathlib import Path
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalTokenNotFoundError
 
-from restorekv.errors import AdapterError, RestoreKVWarning
+from restorekv.errors import AdapterError, RestoreKVWarning, first_sentence
 from restorekv.restore import adapter_file, model_card
 from restorekv.restore.adapter_file import README, Card, Stored
-from restorekv.restore.model_card import identifier, non_commercial, strictest
+from restorekv.restore.model_card import UNKNOWN, identifier, inherited, non_commercial, strictest
 
 AUTHORS = "higokri/"
 MODELS = ("Llama-3.1-8B-Instruct", "Qwen3-8B")
@@ -105,32 +105,34 @@ def save(folder: Path, stored: Stored) -> None:
     adapter_file.write(folder, stored, model_card.render(stored.card, stored.config) if ours else None)
 
 
-def licensed(card: Card, license: str | None, fix: str = "leave the license out") -> Card:
-    """Returns the card under its publisher's license, its own or that of its data; refuses one that allows more."""
-    if license is None:
-        return replace(card, license=card.license or model_card.inherited(card, card.data) or model_card.UNKNOWN)
-    if (strict := strictest(card)) and not non_commercial(license):
+def licensed(card: Card, license: str | None, readme: str | None = None) -> Card:
+    """Returns the card under its publisher's license, or else its own; refuses one that allows more than the record.
+
+    A license in `readme`, a card that a person wrote, is the publisher's and must agree with `license`.
+    """
+    strict = strictest(card)
+    fix = f"publish it under {strict}"
+    if readme is not None:
+        named = model_card.license_in(readme)
+        expected = strict if license is None else identifier(license)
+        if (license is not None and named != expected) or (named is None and strict):
+            raise AdapterError(
+                f"The README.md that someone wrote names {named or 'no license'}, not {expected}; "
+                f"write `license: {expected}` there or remove it to get a new card."
+            )
+        license, fix = named, "fix the license there"
+    recorded = None if identifier(card.license or UNKNOWN) == UNKNOWN else card.license
+    license = license or recorded or inherited(card, card.data) or UNKNOWN
+    if strict and not non_commercial(license):
         raise AdapterError(f"The adapter is recorded as, or trained on, {strict}; {license} allows more, so {fix}.")
     return replace(card, license=identifier(license))
-
-
-def licensed_as(readme: str, card: Card, license: str | None = None) -> Card:
-    """Returns the card under the license in a person's README.md, which must be `license` and not allow more."""
-    named, strict = model_card.license_in(readme), strictest(card)
-    expected = strict if license is None else identifier(license)
-    if (license is not None and named != expected) or (named is None and strict):
-        raise AdapterError(
-            f"The README.md that someone wrote names {named or 'no license'}, not {expected}; "
-            f"write `license: {expected}` there or remove it to get a new card."
-        )
-    return licensed(card, named, "fix the license there")
 
 
 def prepare(repo: str, stored: Stored, license: str | None = None, readme: str | None = None) -> tuple[Stored, str]:
     """Returns what `push` uploads, without a network: the adapter under its license, and `readme` or a new card."""
     if not model_card.is_hub_name(repo):
         raise AdapterError(f"{repo!r} is no name for a repository on the hub; give OWNER/NAME.")
-    card = licensed(stored.card, license) if readme is None else licensed_as(readme, stored.card, license)
+    card = licensed(stored.card, license, readme)
     if not model_card.is_on_hub(card):
         message = f"The base model is recorded as {card.model!r}, which others cannot load from the hub."
         warnings.warn(message, RestoreKVWarning, stacklevel=4)
@@ -162,7 +164,7 @@ def push(
         there = card_on_hub(api, repo, Path(folder))
         kept = None if readme is not None or model_card.is_ours(there) else README
         if kept:
-            licensed_as(there.read_text(encoding="utf-8", errors="replace"), stored.card)
+            licensed(stored.card, None, there.read_text(encoding="utf-8", errors="replace"))
             message = f"Someone wrote or changed the README.md of {repo}, so it stays as it is."
             warnings.warn(message, RestoreKVWarning, stacklevel=3)
         commit = api.upload_folder(
@@ -188,23 +190,17 @@ def one_sentence(repo: str) -> Iterator[None]:
         yield
     except AdapterError:
         raise
-    except LocalTokenNotFoundError as error:
-        raise AdapterError(f"Cannot publish {repo} without a login; {login}.") from error
-    except HfHubHTTPError as error:
-        status = error.response.status_code
-        fix = login if status in (401, 403) else "check the name and try again"
-        raise AdapterError(f"The hub refuses {repo} ({status}: {first_line(error.server_message)}); {fix}.") from error
-    except ValueError as error:  # front matter that the hub does not take
-        message = f"The hub refuses the card of {repo} ({first_line(str(error))}); fix its README.md."
-        raise AdapterError(message) from error
-    except Exception as error:  # no connection, for which every version of the client has other kinds
-        reason = first_line(str(error)) or type(error).__name__
-        raise AdapterError(f"The hub cannot be reached ({reason}); check the network and try again.") from error
-
-
-def first_line(message: str | None) -> str:
-    """Returns the first sentence."""
-    return (message or "no reason given").strip().split("\n")[0].split(". ")[0].rstrip(".")
+    except Exception as error:  # every version of the client has other kinds where there is no connection
+        reason, message = first_sentence(error), "The hub cannot be reached ({}); check the network and try again."
+        if isinstance(error, LocalTokenNotFoundError):
+            message = f"Cannot publish {repo} without a login; {login}."
+        elif isinstance(error, HfHubHTTPError):
+            status, reason = error.response.status_code, first_sentence(Exception(error.server_message or "no reason"))
+            fix = login if status in (401, 403) else "check the name and try again"
+            message = f"The hub refuses {repo} ({status}: {{}}); {fix}."
+        elif isinstance(error, ValueError):  # front matter that the hub does not take
+            message = f"The hub refuses the card of {repo} ({{}}); fix its README.md."
+        raise AdapterError(message.format(reason)) from error
 
 
 def results_in(path: Path, stored: Stored) -> list[dict]:
@@ -216,20 +212,19 @@ def results_in(path: Path, stored: Stored) -> list[dict]:
     card, weights = stored.card, stored.weights_hash()
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        if not (same := [row for row in rows if row["fingerprint"] == card.fingerprint]):
-            raise AdapterError(f"{path} was measured with another base model ({rows[0]['model']}); evaluate this one.")
-        if not (same := [row for row in same if row["adapter"] == weights]):
-            raise AdapterError(f"{path} has no results of this adapter ({weights}); evaluate it with SPEC@FOLDER.")
-        if not (own := [row for row in same if card.evictor in (None, row["method"])]):
-            raise AdapterError(
-                f"{path} was measured with the evictor {same[0]['method']}; evaluate the adapter with its "
-                f"{card.evictor}."
-            )
-        return [result(row, rows, card) for row in own]
-    except AdapterError:
-        raise
+        same = [row for row in rows if row["fingerprint"] == card.fingerprint]
+        mine = [row for row in same if row["adapter"] == weights]
+        results = [result(row, rows, card) for row in mine if card.evictor in (None, row["method"])]
+        model, method = rows[0]["model"], (mine or rows)[0]["method"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration) as error:
         raise AdapterError(f"{path} is not what `restorekv eval --json` writes; give its file.") from error
+    if not same:
+        raise AdapterError(f"{path} was measured with another base model ({model}); evaluate this one.")
+    if not mine:
+        raise AdapterError(f"{path} has no results of this adapter ({weights}); evaluate it with SPEC@FOLDER.")
+    if not results:
+        raise AdapterError(f"{path} was measured with the evictor {method}; evaluate the adapter with {card.evictor}.")
+    return results
 
 
 def result(row: dict, rows: list[dict], card: Card) -> dict:
