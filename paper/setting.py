@@ -14,7 +14,7 @@ from restorekv.compression.compressor import shipped_adapter
 from restorekv.errors import AdapterError, RestoreKVError
 from restorekv.evaluation.cell import FULL, Cell
 from restorekv.model.load import BUNDLED
-from restorekv.restore import hub
+from restorekv.restore import publish
 from restorekv.tiny import world
 from restorekv.train.config import TrainConfig
 
@@ -136,7 +136,7 @@ class Setting:
         """The adapter that belongs to an evictor, for caches of the evictor `used`: given, shipped or trained here."""
         if self.adapters == PUBLISHED:
             try:
-                return hub.published_name(self.model, evictor)
+                return publish.published_name(self.model, evictor)
             except AdapterError:
                 return None
         if self.adapters and (Path(self.adapters) / evictor / "adapter_config.json").exists():

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import warnings
 from fractions import Fraction
 
 import pytest
@@ -254,6 +255,12 @@ def test_adapters_of_another_model_object_or_evictor(case):
     adapter.describe(evictor="kvzip+")
     with pytest.warns(RestoreKVWarning, match="kvzip\\+, not kvzip"):
         compress(model, tokenizer, text, adapter=adapter, ratio=0.2)
+    adapter.describe(evictor="kvzip", between="\n\n")
+    with pytest.warns(RestoreKVWarning, match="text between document and question"):
+        compress(model, tokenizer, text, adapter=adapter, ratio=0.2, between="\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compress(model, tokenizer, text, adapter=adapter, ratio=0.2, between="\n\n")
 
 
 def test_automatic_adapters_are_for_the_bundled_model_alone(case):

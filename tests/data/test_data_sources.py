@@ -19,7 +19,7 @@ from restorekv.data.rows import rows
 from restorekv.data.selfstudy import tidy
 from restorekv.data.sources import LICENCES
 from restorekv.errors import RestoreKVError, RestoreKVWarning
-from restorekv.restore.license import identifier, of_data
+from restorekv.restore.model_card import identifier, passed_on
 from tests.helpers.data_world import (
     BY,
     BY_SA,
@@ -110,8 +110,8 @@ def test_licences_are_found_in_every_form_and_known_to_the_model_card():
     assert open_papers.licence_label({"metadata": json.dumps({"license": BY})}) == BY
     assert open_papers.licence_label({"metadata": "{", "license": BY_SA}) == BY_SA
     assert open_papers.licence_label({"metadata": None}) == ""
-    assert all(identifier(name) == name and of_data([name]) for name in LICENCES)
-    assert of_data(settings({}).allowed) == "apache-2.0"
+    assert all(identifier(name) == name and passed_on([name]) for name in LICENCES)
+    assert passed_on(settings({}).allowed) == "apache-2.0"
 
 
 ODD = [

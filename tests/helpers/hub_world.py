@@ -1,4 +1,4 @@
-"""A hub on this machine: enough of the Hugging Face hub's HTTP interface for its real client to publish and fetch."""
+"""Serves enough of the Hugging Face hub's HTTP interface on this machine for its real client to publish and fetch."""
 
 import base64
 import hashlib
@@ -13,7 +13,7 @@ import huggingface_hub.constants as constants
 import yaml
 
 TOKEN = "good"
-LICENCES = set(  # huggingface.co/docs/hub/repositories-licenses
+LICENSES = set(  # huggingface.co/docs/hub/repositories-licenses
     """
     apache-2.0 mit openrail bigscience-openrail-m creativeml-openrail-m bigscience-bloom-rail-1.0 bigcode-openrail-m
     afl-3.0 artistic-2.0 bsl-1.0 bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear c-uda cc cc0-1.0
@@ -40,17 +40,17 @@ class Hub:
         return self.commits[repo][-1]
 
     def at(self, repo: str, revision: str) -> tuple[str, dict[str, bytes]]:
-        """Commit hash and files; raises KeyError, IndexError."""
+        """Returns commit hash and files; raises KeyError, IndexError."""
         number = len(self.commits[repo]) - 1 if revision == "main" else int(revision, 16)
         return f"{number:040x}", self.commits[repo][number]
 
 
 def front_matter_errors(content: str) -> list[str]:
-    """The hub's rules for model cards that matter here."""
-    found = re.match(r"---\n(.*?)\n---\n", content, re.S)
-    data = yaml.safe_load(found[1]) if found else {}
+    """Returns what the hub would find wrong with a model card."""
+    front = re.match(r"---\n(.*?)\n---\n", content, re.S)
+    data = yaml.safe_load(front[1]) if front else {}
     errors = (
-        [] if data.get("license") in LICENCES else [f'"license" must be one of the list, not {data.get("license")}']
+        [] if data.get("license") in LICENSES else [f'"license" must be one of the list, not {data.get("license")}']
     )
     if "base_model" in data and not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", data["base_model"]):
         errors.append('"base_model" with value is not valid. Use a model id from https://hf.co/models.')
@@ -150,7 +150,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def local_hub(monkeypatch, cache) -> Iterator[Hub]:
-    """Everything the client does goes to a server in this process, its cache in the folder `cache`."""
+    """Sends everything that the client does to a server in this process, with its cache in the folder `cache`."""
     hub = Hub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": hub}))
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()

@@ -59,8 +59,8 @@ def test_what_ships_says_what_it_is():
         stored = adapter_file.read(folder)
         card = stored.card
         assert (card.model, card.evictor.partition(":")[0], card.prefix_policy) == (SMOLLM2, folder.name, "free")
-        assert card.licence == "apache-2.0" and not card.local and card.weights["architecture"]["layers"] == 30
-        assert {row["licence"] for row in card.data} <= {"apache-2.0", "public-domain", "cc0-1.0"}
+        assert card.license == "apache-2.0" and not card.local and card.weights["architecture"]["layers"] == 30
+        assert {row["license"] for row in card.data} <= {"apache-2.0", "public-domain", "cc0-1.0"}
         assert all(tensor.dtype == torch.bfloat16 for tensor in stored.lora.values())
     gate = gate_file.read(shipped_path(SMOLLM2, "gates", "fastkvzip.safetensors"))
     assert gate.card.model == SMOLLM2 and gate.card.fingerprint == card.fingerprint

@@ -208,6 +208,21 @@ def test_another_evictor_warns(tiny_model, tmp_path):
         RestoreAdapter.from_pretrained(tiny_model, tmp_path, evictor="kvzip")
 
 
+def test_another_text_between_document_and_question_warns(tiny_model, tmp_path):
+    adapter = trained(tiny_model)
+    for recorded, used, warned in (("\n\n", "", True), ("", "\n", True), ("\n\n", "\n\n", False), (None, "\n", False)):
+        adapter.describe(evictor="kvzip", between=recorded)
+        adapter.save_pretrained(tmp_path)
+        loaded = RestoreAdapter.from_pretrained(tiny_model, tmp_path)
+        assert loaded.card.between == recorded
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loaded.check_use("kvzip", between=used)
+            loaded.check_use("kvzip")
+        messages = [str(each.message) for each in caught]
+        assert len(messages) == warned and all(repr(recorded) in text and repr(used) in text for text in messages)
+
+
 OTHERS = {
     "weights": {"seed": 1},
     "width": {"hidden_size": 48},

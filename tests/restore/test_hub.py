@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, ModelCardData
 from safetensors.torch import load_file
 
 from restorekv.errors import AdapterError, RestoreKVWarning
@@ -18,7 +18,7 @@ REPO = "me/restore-qwen3"
 ALL = {
     "README.md", "restorekv.json", "adapter_config.json", "adapter_model.safetensors", "restore_embeddings.safetensors",
 }  # fmt: skip
-ROWS = [{"source": "houses", "examples": 7, "contexts": 3, "licence": "CC BY 4.0"}]
+ROWS = [{"source": "houses", "examples": 7, "contexts": 3, "license": "CC BY 4.0"}]
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_a_card_written_on_the_hub_stays(model, hub):
     assert json.loads(hub.files(REPO)["restorekv.json"])["sha256"]
 
 
-def test_a_local_base_model_is_told(model, hub):
+def test_a_local_base_model_warns(model, hub):
     model.config._name_or_path = "/home/me/models/mine"
     with pytest.warns(RestoreKVWarning, match="others cannot load"):
         trained(model).push_to_hub(REPO)
@@ -143,8 +143,8 @@ def test_offline_mode(model, monkeypatch, hub):
 
 
 def test_front_matter_that_the_hub_refuses(model, hub, monkeypatch):
-    monkeypatch.setattr("restorekv.restore.model_card.front_matter", lambda card, config: "license: my-own")
-    with pytest.raises(AdapterError, match=r"refuses the card of me/restore-qwen3 .*mend its README"):
+    monkeypatch.setattr("restorekv.restore.model_card.front_matter", lambda *_: ModelCardData(license="my-own"))
+    with pytest.raises(AdapterError, match=r"refuses the card of me/restore-qwen3 .*fix its README"):
         trained(model).push_to_hub(REPO)
     assert hub.files(REPO) == {}
 
@@ -153,5 +153,5 @@ def test_a_pushed_file_is_safetensors_of_float32(model, hub, tmp_path):
     adapter = trained(model)
     adapter.push_to_hub(REPO)
     (tmp_path / "weights").write_bytes(hub.files(REPO)["adapter_model.safetensors"])
-    found = load_file(tmp_path / "weights")
-    assert {name.removeprefix("base_model.model.") for name in found} == adapter.tensors.keys()
+    names = load_file(tmp_path / "weights").keys()
+    assert {name.removeprefix("base_model.model.") for name in names} == adapter.tensors.keys()

@@ -1,8 +1,9 @@
-"""Model cards: valid for the hub, true to the record, runnable, and never in place of a person's own words."""
+"""Model cards are valid for the hub, true to the record, runnable, and never replace a person's own words."""
 
 import json
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from huggingface_hub import ModelCard
 
 from restorekv.compression.compressor import compress
 from restorekv.errors import AdapterError, RestoreKVWarning
-from restorekv.model.load import bundled_path, load_model
+from restorekv.model.load import bundled_path, load_model, shipped_path
 from restorekv.restore import model_card
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.restore.adapter_file import read
@@ -18,11 +19,13 @@ from tests.helpers.cli_world import TEXT, World, build_world, cli
 from tests.helpers.hub_world import front_matter_errors, local_hub
 from tests.helpers.models import build_model
 
+ROOT = Path(__file__).parents[2]
 SETTINGS = {"lr": 2e-4, "targets": ["q_proj"], "clip": None, "note": "a | b\nc <img>"}
 DATA = [
-    {"source": "LongAlpaca", "examples": 2488, "contexts": 500, "licence": "CC BY-NC 4.0"},
-    {"source": "PG-19", "examples": 2260, "licence": "Apache-2.0"},
+    {"source": "LongAlpaca", "examples": 2488, "contexts": 500, "license": "CC BY-NC 4.0"},
+    {"source": "PG-19", "examples": 2260, "license": "Apache-2.0"},
 ]
+OLD = [*shipped_path("smollm2", "adapters").iterdir(), *(ROOT / "paper" / "ablations" / "bundled").iterdir()]
 RESULTS = [{"benchmark": "suite", "ratio": 0.05, "base": 70.1, "restored": 92.7, "full": 96.8}]
 
 
@@ -41,7 +44,7 @@ def adapter_of(name="Qwen/Qwen3-tiny", targets=("q_proj", "v_proj"), **record):
 
 
 def card_of(adapter):
-    return model_card.text(adapter.card, adapter.config)
+    return model_card.render(adapter.card, adapter.config)
 
 
 def rows(text, title):
@@ -51,54 +54,55 @@ def rows(text, title):
     return {line[0].strip(): [each.strip() for each in line[1:]] for line in lines[2:]}
 
 
-def test_everything_recorded_is_told():
-    adapter = adapter_of(settings=SETTINGS, data=DATA, allocation="adakv", restore_from="evicted")
+def test_everything_recorded_is_shown():
+    adapter = adapter_of(settings=SETTINGS, data=DATA, allocation="adakv", restore_from="evicted", between="\n\n")
     adapter.report(RESULTS)
     text = card_of(adapter)
-    made = rows(text, "What it was made for")
-    assert made["base model"] == ["Qwen/Qwen3-tiny"]
-    assert made["fingerprint of its weights"] == [adapter.card.fingerprint]
-    assert json.loads(made["RoPE"][0]) == adapter.card.rope
-    assert made["evictor"] == ["kvzip"] and made["restore tokens (n)"] == ["4"] and made["allocation"] == ["adakv"]
-    assert made["compression ratios"] == ["0.025 to 0.25"] and made["the restore pass reads"] == ["the evicted cache"]
+    facts = rows(text, "What it was made for")
+    assert facts["base model"] == ["Qwen/Qwen3-tiny"]
+    assert facts["fingerprint of its weights"] == [adapter.card.fingerprint]
+    assert json.loads(facts["RoPE"][0]) == adapter.card.rope
+    assert facts["evictor"] == ["kvzip"] and facts["restore tokens (n)"] == ["4"] and facts["allocation"] == ["adakv"]
+    assert json.loads(facts["text between document and question"][0]) == "\n\n"
+    assert facts["compression ratios"] == ["0.025 to 0.25"] and facts["the restore pass reads"] == ["the evicted cache"]
     assert rows(text, "Training") == {
-        "highest learning rate": ["0.0002"], "layers with a LoRA": ["q_proj"], "note": ["a \\| b c &lt;img>"],
-        "largest norm of the gradient": ["none"],
+        "lr": ["0.0002"], "targets": ["q_proj"], "note": ["a \\| b c &lt;img>"], "clip": ["none"]
     }  # fmt: skip
-    told = rows(text, "Data and licence")
-    assert told == {"LongAlpaca": ["2488", "500", "CC BY-NC 4.0"], "PG-19": ["2260", "not recorded", "Apache-2.0"]}
-    assert "Licence of this adapter: CC BY-NC 4.0." in text and "Not for commercial use." in text
+    data = rows(text, "Data and license")
+    assert data == {"LongAlpaca": ["2488", "500", "CC BY-NC 4.0"], "PG-19": ["2260", "not recorded", "Apache-2.0"]}
+    assert "License of this adapter: cc-by-nc-4.0. Not for commercial use." in text
     assert rows(text, "Results") == {"suite": ["0.05", "70.1", "92.7", "96.8"]}
 
 
-def test_what_is_not_recorded_is_not_told():
+def test_what_is_not_recorded_is_not_shown():
     text = card_of(adapter_of())
-    made = rows(text, "What it was made for")
-    unknown = ("evictor", "chat prefix", "allocation", "the restore pass reads", "compression ratios")
-    assert all(made[name] == ["not recorded"] for name in unknown)
+    facts = rows(text, "What it was made for")
+    unknown = ("evictor", "chat prefix", "allocation", "the restore pass reads", "compression ratios",
+               "text between document and question")  # fmt: skip
+    assert all(facts[name] == ["not recorded"] for name in unknown)
     for title, words in {
         "Training": "Not recorded.",
-        "Data and licence": "Not recorded.",
+        "Data and license": "Not recorded.",
         "Results": "None recorded.",
     }.items():
         assert text.split(f"## {title}\n\n")[1].startswith(words)
-    assert "Licence of this adapter: unknown: ask whoever trained it." in text
+    assert "License of this adapter: unknown; ask whoever trained it." in text
     assert "Which evictor this adapter belongs to is not recorded" in text
     assert ModelCard(text).data.license == "unknown"
 
 
 @pytest.mark.parametrize(
-    ("name", "licence", "expected"),
+    ("name", "license", "expected"),
     [
         ("Qwen/Qwen3-8B", "CC BY-NC 4.0", ("Qwen/Qwen3-8B", "cc-by-nc-4.0", None)),
         ("Qwen/Qwen3-8B", "Apache-2.0", ("Qwen/Qwen3-8B", "apache-2.0", None)),
         ("bundled", None, (None, "unknown", None)),
-        ("/home/me/model", "My: own\nlicence", (None, "other", "my-own-licence")),
+        ("/home/me/model", "My: own\nlicense", (None, "other", "my-own-license")),
         ("tests", "public domain", (None, "other", "public-domain")),
     ],
 )
-def test_front_matter_is_what_the_hub_takes(name, licence, expected):
-    text = card_of(adapter_of(name, licence=licence, settings={"a": 1}))
+def test_front_matter_is_what_the_hub_takes(name, license, expected):
+    text = card_of(adapter_of(name, license=license, settings={"a": 1}))
     data = ModelCard(text).data
     assert (data.base_model, data.license, data.license_name) == expected
     assert data.library_name == "peft" and {"restorekv", "kv-cache", "lora"} <= set(data.tags)
@@ -115,12 +119,12 @@ def test_the_commands_of_a_card_run(world, tmp_path, monkeypatch):
     adapter.describe(evictor="kvzip+", prefix_policy="counted", ratio_range=(0.3, 0.6), allocation="per-layer")
     adapter.save_pretrained(tmp_path / "adapter")
     stored = read(tmp_path / "adapter")
-    text = model_card.text(stored.card, stored.config, str(tmp_path / "adapter"))
+    text = model_card.render(stored.card, stored.config, str(tmp_path / "adapter"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "doc.txt").write_text(TEXT)
-    made = {}
-    exec(code_blocks(text, "python")[0], made)
-    manifest = made["small"].manifest
+    namespace = {}
+    exec(code_blocks(text, "python")[0], namespace)
+    manifest = namespace["small"].manifest
     assert (manifest.evictor, manifest.ratio, manifest.prefix_policy, manifest.allocation, manifest.restore_tokens) == (
         "kvzip+", "3/10", "counted", "per-layer", 4
     )  # fmt: skip
@@ -134,7 +138,7 @@ def kvpress_section(**record):
     return card_of(adapter_of(**record)).split("## In kvpress 0.5.5")[1]
 
 
-def test_kvpress_is_told_what_differs():
+def test_differences_from_kvpress_are_listed():
     plain = kvpress_section(prefix_policy="counted")
     for words in ("chat prefix counts", "Pairs compete", "reads the full cache", "own settings", "expect worse"):
         assert words not in plain
@@ -147,14 +151,14 @@ def test_kvpress_is_told_what_differs():
 
 
 def test_our_cards_are_renewed_and_others_stay(tmp_path):
-    first, second = adapter_of(licence="mit"), adapter_of(licence="apache-2.0")
+    first, second = adapter_of(license="mit"), adapter_of(license="apache-2.0")
     first.save_pretrained(tmp_path)
     second.save_pretrained(tmp_path)
     readme = tmp_path / "README.md"
     assert readme.read_text() == card_of(second)
     for theirs in (b"# Mine\n", readme.read_bytes().replace(b"apache", b"Apache"), b"\xff\xfe", b""):
         readme.write_bytes(theirs)
-        with pytest.warns(RestoreKVWarning, match=r"README.md was written or changed by someone and stays"):
+        with pytest.warns(RestoreKVWarning, match=r"README.md, so it stays"):
             first.save_pretrained(tmp_path)
         assert readme.read_bytes() == theirs
         assert RestoreAdapter.from_pretrained(first.model, tmp_path).card == first.card
@@ -172,12 +176,44 @@ def test_cards_of_before_load_unchanged(tmp_path):
             for key, value in vars(card).items()
             if key in entries
         }
-        assert (card.settings, card.data, card.results, card.licence, card.source) == (None,) * 5
+        assert (card.settings, card.data, card.results, card.license, card.source) == (None,) * 5
+
+
+@pytest.mark.parametrize("folder", OLD, ids=lambda folder: folder.name)
+def test_the_key_of_older_records_is_read(folder):
+    entries, card = json.loads((folder / "restorekv.json").read_text()), read(folder).card
+    assert "licence" in entries and "license" not in entries
+    assert card.license == entries["licence"] and card.between is None
+    assert [row["license"] for row in card.data] == [row["licence"] for row in entries["data"]]
+    assert not any("licence" in row for row in card.data)
+
+
+def test_an_older_record_is_saved_under_the_new_key(tmp_path):
+    adapter = adapter_of(data=[{"source": "A", "licence": "CC BY-NC 4.0"}])
+    assert adapter.card.data == [{"source": "A", "license": "CC BY-NC 4.0"}]
+    adapter.save_pretrained(tmp_path)
+    path = tmp_path / "restorekv.json"
+    new = path.read_text()
+    assert json.loads(new)["license"] == "cc-by-nc-4.0" and "licence" not in new
+    path.write_text(new.replace('"license"', '"licence"'))
+    with pytest.warns(RestoreKVWarning, match="not for commercial use"):
+        again = RestoreAdapter.from_pretrained(adapter.model, tmp_path)
+    assert again.card == adapter.card
+    again.save_pretrained(tmp_path)
+    assert path.read_text() == new
 
 
 @pytest.mark.parametrize(
     ("field", "nonsense"),
-    [("settings", [1]), ("data", {"a": 1}), ("data", ["a"]), ("results", 3), ("licence", 4), ("source", [])],
+    [
+        ("settings", [1]),
+        ("data", {"a": 1}),
+        ("data", ["a"]),
+        ("results", 3),
+        ("license", 4),
+        ("source", []),
+        ("between", 1),
+    ],
 )
 def test_a_record_of_another_kind_is_refused(tmp_path, field, nonsense):
     adapter = adapter_of()
@@ -196,14 +232,14 @@ def test_only_json_is_recorded():
 
 
 def test_push_prints_publishes_and_refuses(world, tmp_path, monkeypatch):
-    dry = cli("push", world.adapter, "me/mine", "--dry-run", "--licence", "mit")
+    dry = cli("push", world.adapter, "me/mine", "--dry-run", "--license", "mit")
     assert dry.code == 0 and ModelCard(dry.out).data.license == "mit" and 'adapter="me/mine"' in dry.out
     with local_hub(monkeypatch, tmp_path / "cache") as hub:
         done = cli(
             "push",
             world.adapter,
             "me/mine",
-            "--licence",
+            "--license",
             "mit",
             "--private",
             "--message",

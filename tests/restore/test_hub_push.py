@@ -3,13 +3,14 @@
 import json
 import shutil
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 
 from restorekv.errors import AdapterError
 from restorekv.model.load import load_model
-from restorekv.restore import card_results
+from restorekv.restore import publish
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.restore.adapter_file import read
 from tests.evaluation.test_rows import DOCUMENTS
@@ -18,7 +19,7 @@ from tests.helpers.hub_world import local_hub
 from tests.restore.test_hub_card import adapter_of, rows
 
 REPO = "me/mine"
-NC_DATA = [{"source": "A", "licence": "CC BY-NC 4.0"}]
+NC_DATA = [{"source": "A", "license": "CC BY-NC 4.0"}]
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +47,9 @@ def both(folder, repo, *more):
 
 @pytest.mark.parametrize("repo", ["bad name!!", "a/b/c", "mine", "me/bad--name", ""])
 def test_a_dry_run_refuses_the_names_that_push_refuses(world, hub, repo):
-    for told in both(world.adapter, repo):
-        assert told.code == 1 and told.out == ""
-        assert told.err == f"error: {repo!r} is no name for a repository on the hub; give OWNER/NAME.\n"
+    for result in both(world.adapter, repo):
+        assert result.code == 1 and result.out == ""
+        assert result.err == f"error: {repo!r} is no name for a repository on the hub; give OWNER/NAME.\n"
     assert not hub.commits
 
 
@@ -61,46 +62,46 @@ def test_a_dry_run_warns_as_push_does(world, hub):
 OWN = "---\nlicense: {}\n---\n# My adapter\n"
 
 
-@pytest.mark.parametrize("licence", ["mit", "MIT License"])
-def test_the_folders_own_card_goes_up_and_its_licence_is_recorded(tmp_path, hub, licence):
+@pytest.mark.parametrize("license", ["mit", "MIT License"])
+def test_the_folders_own_card_goes_up_and_its_license_is_recorded(tmp_path, hub, license):
     own = OWN.format("mit")
     folder = folder_of(tmp_path / "adapter", own, evictor="kvzip")
-    dry, done = both(folder, REPO, *(["--licence", licence] if licence != "mit" else []))
+    dry, done = both(folder, REPO, *(["--license", license] if license != "mit" else []))
     assert dry.out == own and done.code == 0
     assert hub.files(REPO)["README.md"].decode() == own
-    assert json.loads(hub.files(REPO)["restorekv.json"])["licence"] == "mit"
+    assert json.loads(hub.files(REPO)["restorekv.json"])["license"] == "mit"
 
 
 @pytest.mark.parametrize(
     ("readme", "flags", "record", "words"),
     [
-        (OWN.format("mit"), (), {"data": NC_DATA}, "CC BY-NC 4.0; mit allows more, so mend the license there"),
-        ("# Mine\n", (), {"data": NC_DATA}, "names no licence, not cc-by-nc-4.0; write `license: cc-by-nc-4.0` there"),
-        (OWN.format("mit"), ("--licence", "apache-2.0"), {}, "names mit, not apache-2.0; write `license: apache-2.0`"),
-        ("# Mine\n", ("--licence", "mit"), {}, "names no licence, not mit"),
-        ("---\nlicense: [a\n---\n", ("--licence", "mit"), {}, "names no licence, not mit"),
+        (OWN.format("mit"), (), {"data": NC_DATA}, "cc-by-nc-4.0; mit allows more, so fix the license there"),
+        ("# Mine\n", (), {"data": NC_DATA}, "names no license, not cc-by-nc-4.0; write `license: cc-by-nc-4.0` there"),
+        (OWN.format("mit"), ("--license", "apache-2.0"), {}, "names mit, not apache-2.0; write `license: apache-2.0`"),
+        ("# Mine\n", ("--license", "mit"), {}, "names no license, not mit"),
+        ("---\nlicense: [a\n---\n", ("--license", "mit"), {}, "names no license, not mit"),
     ],
 )
 def test_an_own_card_that_contradicts_is_refused(tmp_path, hub, readme, flags, record, words):
     folder = folder_of(tmp_path / "adapter", readme, evictor="kvzip", **record)
-    for told in both(folder, REPO, *flags):
-        assert told.code == 1 and words in told.err and told.err.count("\n") == 1 and not told.out
+    for result in both(folder, REPO, *flags):
+        assert result.code == 1 and words in result.err and result.err.count("\n") == 1 and not result.out
     assert not hub.commits
 
 
 @pytest.mark.parametrize(
-    "licence", ["cc-by-nc-4.0", "[mit, cc-by-nc-4.0]", "other\nlicense_name: mine-non-commercial", "cc-by-nc-sa-4.0"]
+    "license", ["cc-by-nc-4.0", "[mit, cc-by-nc-4.0]", "other\nlicense_name: mine-non-commercial", "cc-by-nc-sa-4.0"]
 )
-def test_an_own_card_as_strict_as_the_data_goes_up(tmp_path, hub, licence):
-    folder = folder_of(tmp_path / "adapter", OWN.format(licence), evictor="kvzip", data=NC_DATA)
+def test_an_own_card_as_strict_as_the_data_goes_up(tmp_path, hub, license):
+    folder = folder_of(tmp_path / "adapter", OWN.format(license), evictor="kvzip", data=NC_DATA)
     assert cli("push", folder, REPO, "--dry-run").code == 0
 
 
 def test_a_card_on_the_hub_that_allows_more_is_refused(tmp_path, hub):
     hub.private[REPO], hub.commits[REPO] = False, [{"README.md": OWN.format("mit").encode()}]
     folder = folder_of(tmp_path / "adapter", evictor="kvzip", data=NC_DATA)
-    told = cli("push", folder, REPO)
-    assert told.code == 1 and "mit allows more" in told.err and len(hub.commits[REPO]) == 1
+    result = cli("push", folder, REPO)
+    assert result.code == 1 and "mit allows more" in result.err and len(hub.commits[REPO]) == 1
 
 
 def test_without_a_record_nothing_goes_up(tmp_path):
@@ -139,15 +140,15 @@ def test_results_get_into_the_folder_and_its_card(measured, own, hub):
     dry = cli("push", own, REPO, "--results", eval_json, "--dry-run")
     assert dry.code == 0 and {path.name: path.read_bytes() for path in own.iterdir()} == before
     assert cli("push", own, REPO, "--results", eval_json).code == 0
-    found = {(row["evictor"], row["restored"], row["ratio"]): row for row in json.loads(eval_json.read_text())["rows"]}
+    cells = {(row["evictor"], row["restored"], row["ratio"]): row for row in json.loads(eval_json.read_text())["rows"]}
     results = read(own).card.results
     assert [row["ratio"] for row in results] == [0.5, 0.25]
     for row in results:
-        cell = found["kvzip", True, row["ratio"]]
+        cell = cells["kvzip", True, row["ratio"]]
         assert row["restored"] == round(cell["score"], 1) and row["base"] == round(
-            found["kvzip", False, row["ratio"]]["score"], 1
+            cells["kvzip", False, row["ratio"]]["score"], 1
         )
-        assert row["full"] == round(found["full", False, 1.0]["score"], 1)
+        assert row["full"] == round(cells["full", False, 1.0]["score"], 1)
         assert (row["documents"], row["questions"]) == (2, cell["questions"])
         assert set(row) == {
             "benchmark", "ratio", "base", "restored", "low", "high", "gain", "full", "questions", "documents"
@@ -158,10 +159,11 @@ def test_results_get_into_the_folder_and_its_card(measured, own, hub):
 
 
 def test_results_replace_older_ones_of_their_kind(measured, own):
-    found = card_results.read(measured / "eval.json", read(own))
+    fresh = publish.results_in(measured / "eval.json", read(own))
     other = {"benchmark": "mine", "ratio": 0.5, "restored": 1}
-    assert card_results.joined([{**found[1], "restored": -1}, other], found) == [other, *found]
-    assert card_results.joined(None, found) == found
+    card = replace(read(own).card, results=[{**fresh[1], "restored": -1}, other])
+    assert publish.with_results(card, fresh).results == [other, *fresh]
+    assert publish.with_results(replace(card, results=None), fresh).results == fresh
 
 
 def test_conventions_that_are_not_the_adapters_are_named(measured, own):
@@ -170,31 +172,31 @@ def test_conventions_that_are_not_the_adapters_are_named(measured, own):
     for row in payload["rows"]:
         row |= {"prefix_policy": "counted", "allocation": "adakv"}
     changed.write_text(json.dumps(payload))
-    assert {(row["prefix_policy"], row["allocation"]) for row in card_results.read(changed, stored)} == {
+    assert {(row["prefix_policy"], row["allocation"]) for row in publish.results_in(changed, stored)} == {
         ("counted", "adakv")
     }
 
 
 def test_results_of_another_adapter_are_refused(measured, own, world):
-    def told(folder, file):
+    def refusal(folder, file):
         done = cli("push", folder, REPO, "--dry-run", "--results", file)
         assert done.code == 1 and done.err.count("\n") == 1 and not done.out
         return done.err
 
     eval_json = measured / "eval.json"
-    assert "was measured with the evictor knorm; evaluate the adapter with its kvzip" in told(world.adapter, eval_json)
-    assert "with another base model" in told(world.adapter_of_other, eval_json)
+    assert "was measured with the evictor knorm; evaluate the adapter with kvzip" in refusal(world.adapter, eval_json)
+    assert "with another base model" in refusal(world.adapter_of_other, eval_json)
     stored = read(own)
     shifted = own / "changed.json"
     payload = json.loads(eval_json.read_text())
     for row in payload["rows"]:
         row["adapter"] = row["adapter"] and "0" * 16
     shifted.write_text(json.dumps(payload))
-    assert f"has no results of this adapter ({stored.weights_hash()})" in told(own, shifted)
+    assert f"has no results of this adapter ({stored.weights_hash()})" in refusal(own, shifted)
     for nonsense in ("{", "[]", '{"rows": []}', '{"rows": 3}', '{"rows": [{}]}'):
         shifted.write_text(nonsense)
-        assert "is not what `restorekv eval --json` writes" in told(own, shifted)
-    assert "is not what" in told(own, own / "none.json")
+        assert "is not what `restorekv eval --json` writes" in refusal(own, shifted)
+    assert "is not what" in refusal(own, own / "none.json")
 
 
 def test_finishing_again_keeps_the_results_of_the_same_weights(measured, own):
@@ -215,8 +217,8 @@ def test_finishing_again_keeps_the_results_of_the_same_weights(measured, own):
 
 def test_eval_tells_of_published_adapters(world):
     assert "published, auto, none" in " ".join(cli("eval", "--help").out.replace("│", " ").split())
-    told = cli("eval", "--model", world.model, "--evictor", "kvzip@")
-    assert told.code == 1 and "a hub id, published, auto or none behind the @" in told.err
+    result = cli("eval", "--model", world.model, "--evictor", "kvzip@")
+    assert result.code == 1 and "a hub id, published, auto or none behind the @" in result.err
 
 
 def test_the_python_push_prepares_in_the_same_way(hub):

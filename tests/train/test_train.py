@@ -13,7 +13,7 @@ from restorekv.errors import AdapterError, RestoreKVError, RestoreKVWarning
 from restorekv.model import attention
 from restorekv.model.attention import cascade
 from restorekv.model.load import logits, longest
-from restorekv.model.prompt import make_context
+from restorekv.model.prompt import default_between, make_context
 from restorekv.train import teacher as teacher_module
 from restorekv.train.answers import answer_logits
 from restorekv.train.checks import check
@@ -204,8 +204,8 @@ def test_json_lines_are_read(tiny_model, tiny_tokenizer, tmp_path):
     assert plain.drafts == (None,) and plain.licence is None
     assert told.drafts == ("f",) and (told.source, told.licence) == ("mine", "cc-by-4.0")
     assert sources([plain, told, told]) == [
-        {"source": None, "licence": None, "contexts": 1, "examples": 1},
-        {"source": "mine", "licence": "cc-by-4.0", "contexts": 2, "examples": 2},
+        {"source": None, "license": None, "contexts": 1, "examples": 1},
+        {"source": "mine", "license": "cc-by-4.0", "contexts": 2, "examples": 2},
     ]
 
 
@@ -221,8 +221,8 @@ def test_json_lines_are_read(tiny_model, tiny_tokenizer, tmp_path):
         ('{"context": "a", "questions": ["b?"], "answers": [" "]}', 'has no text in "answers", number 1'),
         ('{"context": "a", "questions": ["b?"], "answers": ["c", "d"]}', "has 1 questions and 2 answers"),
         ('{"context": "a", "questions": ["b?"], "answer": ["c"]}', "has the unknown key 'answer'"),
-        ('{"context": "a", "questions": ["b?"], "licence": "all mine"}', "has the licence 'all mine'"),
-        ('{"context": "a", "questions": ["b?"], "license": "all mine"}', "has the licence 'all mine'"),
+        ('{"context": "a", "questions": ["b?"], "licence": "all mine"}', "has the license 'all mine'"),
+        ('{"context": "a", "questions": ["b?"], "license": "all mine"}', "has the license 'all mine'"),
     ],
 )
 def test_a_poisoned_line_is_named(tiny_model, tiny_tokenizer, tmp_path, line, told):
@@ -367,9 +367,9 @@ def test_a_draft_is_confirmed_whichever_stop_id_the_model_uses(tiny_tokenizer, m
     assert torch.equal(again.ids, written.ids) and again.answer == written.answer
 
 
-def test_the_adapter_records_settings_data_and_licence(tiny_tokenizer, tmp_path):
+def test_the_adapter_records_settings_data_and_license(tiny_tokenizer, tmp_path):
     made = replace(EXAMPLES[0], source="books", licence="cc-by-sa-4.0")
     adapter = train(build_model("llama"), tiny_tokenizer, [made, *EXAMPLES[1:]], CONFIG, tmp_path / "run")
     assert adapter.card.settings["lr"] == CONFIG.lr and adapter.card.settings["processes"] == 1
     assert [row["contexts"] for row in adapter.card.data] == [1, 4]
-    assert adapter.card.licence.startswith("unknown")
+    assert adapter.card.license == "unknown" and adapter.card.between == default_between(tiny_tokenizer)

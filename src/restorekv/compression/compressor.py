@@ -36,7 +36,7 @@ from restorekv.model.offload import offloaded
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context, default_between, make_context
 from restorekv.model.shape import CacheShape
-from restorekv.restore import hub
+from restorekv.restore import publish
 from restorekv.restore.adapter import RestoreAdapter
 
 Progress = Callable[[str], None]
@@ -146,7 +146,7 @@ def compress(
     parsed = make_context(tokenizer, context, default_between(tokenizer) if between is None else between)
     budget = plan(model, parsed, ratio, tokens_per_head, eviction.conventions)
     budget(0)  # refuses a bad ratio before any work is done
-    restorer = load_adapter(model, adapter, eviction, restore_tokens)
+    restorer = load_adapter(model, adapter, eviction, restore_tokens, parsed.between)
     wanted = budget(restorer.restore_tokens if restorer else 0)
     with torch.no_grad():
         chosen = replace(eviction, adapter=restorer) if restorer else eviction
@@ -227,11 +227,12 @@ def load_adapter(
     adapter: RestoreAdapter | str | Path | None,
     eviction: Eviction | AttentionMatching,
     restore_tokens: int | None = None,
+    between: str | None = None,
 ) -> RestoreAdapter | None:
     """The adapter itself, or one from a folder, the hub, ("auto") the package or ("published") the paper's authors.
 
     "tiny:NAME" or "smollm2:NAME" is the one that ships for the evictor NAME, for use with another evictor.
-    `restore_tokens` takes its first so many. Warns if it is for another use.
+    `restore_tokens` takes its first so many. Warns of another use than the training's, which `between` is a part of.
     """
     if isinstance(eviction, AttentionMatching):
         if adapter not in (None, "auto"):
@@ -245,7 +246,7 @@ def load_adapter(
             )
             adapter = None
     elif adapter == "published":
-        adapter = hub.published_name(model_name(model), eviction.evictor.spec)
+        adapter = publish.published_name(model_name(model), eviction.evictor.spec)
     elif isinstance(adapter, str):
         adapter = shipped_adapter(*adapter.split(":", 1)) or adapter if ":" in adapter else adapter
     if adapter is None:
@@ -258,8 +259,9 @@ def load_adapter(
         raise AdapterError("The adapter was made for another model object; load it for this one.")
     conventions = eviction.conventions
     adapter.check_use(
-        eviction.identity(model), conventions.allocation.spec, conventions.restore_from, conventions.prefix_policy
-    )
+        eviction.identity(model), conventions.allocation.spec, conventions.restore_from, conventions.prefix_policy,
+        between,
+    )  # fmt: skip
     return adapter if restore_tokens is None else adapter.first(restore_tokens)
 
 

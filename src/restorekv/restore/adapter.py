@@ -2,9 +2,9 @@
 
     C_restore = KV(E; theta + LoRA, C_full)     at positions T+1 .. T+n, causally, before anything is dropped
 
-LoRA belongs to this pass alone. PEFT builds its layers, and they stand in the model only while the pass runs:
-outside of it the model *is* the frozen model. (PEFT's own switch would also set requires_grad, and a backward pass
-after switching off would find no LoRA gradient.)
+LoRA belongs to this pass alone. PEFT builds its layers, and they are in the model only while the pass runs: outside of
+it the model *is* the frozen model. (PEFT's own switch would also set requires_grad, and a backward pass after switching
+off would find no LoRA gradient.)
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from restorekv.errors import AdapterError, RestoreKVWarning
 from restorekv.model import base_weights
 from restorekv.model.load import NAMES, hub_name, model_fingerprint, model_name, rope_fingerprint
 from restorekv.model.shape import CacheShape, decoder
-from restorekv.restore import adapter_file, hub, license, model_card
+from restorekv.restore import adapter_file, publish
 from restorekv.restore.adapter_file import Card, Stored, plain
 from restorekv.restore.lora import NAME, build
+from restorekv.restore.model_card import identifier, inherited
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -35,7 +36,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 class RestoreAdapter(nn.Module):
     """`embeddings` (n, d) and the LoRA of every target layer, float32, trainable unless fixed; nothing else.
 
-    It works on the one `model` it was made for. Several adapters of one model do not disturb each other.
+    It works on the one `model` that it was made for. Several adapters of one model do not disturb each other.
     """
 
     embeddings: nn.Parameter
@@ -68,7 +69,7 @@ class RestoreAdapter(nn.Module):
         seed: int = 0,
         fixed: int | None = None,
     ) -> RestoreAdapter:
-        """An untrained adapter: embeddings of n tokens of the vocabulary drawn with `seed`, LoRA that adds zero.
+        """Returns an untrained adapter: embeddings of n random tokens of the vocabulary, and LoRA that adds zero.
 
         Controls of the paper: with `fixed`, all n embeddings are that token's and are never trained; with no `targets`
         there is no LoRA.
@@ -99,31 +100,33 @@ class RestoreAdapter(nn.Module):
         token: str | None = None,
         cache_dir: str | Path | None = None,
     ) -> RestoreAdapter:
-        """From a folder or, at a `revision`, a hub id. Refuses an adapter of another model; warns if it was trained
-        on other weights of this model, if `evictor` is not its own, and of a licence that forbids commercial use.
+        """Loads an adapter from a folder or, at a `revision`, a hub id; refuses an adapter of another model.
+
+        Warns if it was trained on other weights of this model or with another evictor than `evictor`, and of a license
+        that forbids commercial use.
         """
-        folder = hub.fetch(name, revision, token, cache_dir)
+        folder = publish.fetch(name, revision, token, cache_dir)
         stored = adapter_file.read(folder)
         n, hidden = stored.embeddings.shape
         if hidden != CacheShape.of(model).hidden:
             raise AdapterError(
                 f"The adapter {name} is for a model of width {hidden}, this one has {CacheShape.of(model).hidden}; "
-                "load the model it was trained for."
+                "load the model that it was trained for."
             )
-        fresh = card_for(model, n)
+        own = card_for(model, n)
         if stored.card is not None:
-            adapter_file.check_model(name, stored.card, fresh)
-        card = hub.with_origin(stored.card or fresh, name, folder, bare=stored.card is None)
+            adapter_file.check_model(name, stored.card, own)
+        card = publish.with_origin(stored.card or own, name, folder, bare=stored.card is None)
         adapter = cls(model, stored.config, stored.embeddings, card)
         adapter.load_lora(name, stored.lora)
-        hub.tell_licence(name, card)
+        publish.warn_of_license(name, card)
         if evictor is not None:
             adapter.check_use(evictor)
         return adapter
 
     @property
     def restore_tokens(self) -> int:
-        """n."""
+        """Returns n."""
         return self.embeddings.shape[0]
 
     @property
@@ -131,7 +134,7 @@ class RestoreAdapter(nn.Module):
         return self._model[0]
 
     def first(self, count: int) -> RestoreAdapter:
-        """Its first `count` tokens as an adapter of their own; warns unless they were trained to work alone."""
+        """Returns an adapter of the first `count` tokens; warns unless they were trained to work alone."""
         if not 1 <= count <= self.restore_tokens:
             raise AdapterError(
                 f"restore_tokens is a number from 1 to the adapter's {self.restore_tokens}, not {count}."
@@ -139,8 +142,8 @@ class RestoreAdapter(nn.Module):
         if count == self.restore_tokens:
             return self
         if not (self.card.settings or {}).get("nested"):
-            told = f"The adapter was not trained to work with {count} of its {self.restore_tokens} restore tokens"
-            warnings.warn(f"{told} (train it with --nested); expect worse answers.", RestoreKVWarning, stacklevel=3)
+            message = f"The adapter was not trained to work with {count} of its {self.restore_tokens} restore tokens"
+            warnings.warn(f"{message} (train it with --nested); expect worse answers.", RestoreKVWarning, stacklevel=3)
         card, embeddings = replace(self.card, restore_tokens=count), self.embeddings.detach()[:count].clone()
         short = type(self)(self.model, self.config, embeddings, card)
         short.load_lora(card.model, {name: value.detach() for name, value in self.tensors.items()})
@@ -148,7 +151,7 @@ class RestoreAdapter(nn.Module):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """LoRA is part of the model inside the block and gone after it, however the block ends."""
+        """Puts LoRA into the model for the block and takes it out after it, however the block ends."""
         try:
             for parent, name, layer in self._places:
                 setattr(parent, name, layer)
@@ -158,7 +161,7 @@ class RestoreAdapter(nn.Module):
                 setattr(parent, name, layer.get_base_layer())
 
     def append(self, full: Cache, count: int | None = None) -> None:
-        """One pass of the n tokens, or the first `count`, over `full`, which grows by their pairs.
+        """Runs the n tokens, or the first `count`, over `full`, which grows by their pairs.
 
         `full` is a dense cache of S + T columns or an evicted one. Gradients reach E and LoRA.
         """
@@ -179,24 +182,25 @@ class RestoreAdapter(nn.Module):
         restore_from: str = "full",
         settings: dict | None = None,
         data: list[dict] | None = None,
-        licence: str | None = None,
+        license: str | None = None,
+        between: str | None = None,
     ) -> None:
         """Records what the adapter is being trained with, the model's weights included.
 
-        The licence, unless given, follows from the data and, of an adapter that began as a published one, from its own.
+        The license, unless given, is passed on from the data and from an adapter that was non-commercial before.
+        `between` is the text between document and question.
         """
-        if licence is None and (data or self.card.source):
-            licence = license.of_data([*license.of_rows(data), *([self.card.licence] if self.card.source else [])])
         own = card_for(self.model, self.restore_tokens)
+        data = plain(data) and [adapter_file.with_license_key(row) for row in plain(data)]
         self.card = replace(
             self.card, model=own.model, fingerprint=own.fingerprint, local=own.local, weights=own.weights,
             evictor=evictor, prefix_policy=prefix_policy, ratio_range=ratio_range, allocation=allocation,
-            restore_from=restore_from, settings=plain(settings), data=plain(data),
-            licence=licence and license.identifier(licence),
+            restore_from=restore_from, settings=plain(settings), data=data, between=between,
+            license=inherited(self.card, data) if license is None else identifier(license),
         )  # fmt: skip
 
     def report(self, results: list[dict]) -> None:
-        """Records what was measured, for the model card: rows with benchmark, ratio, base, restored, full and more."""
+        """Records measurements for the model card: rows with benchmark, ratio, base, restored, full and more."""
         self.card = replace(self.card, results=plain(results))
 
     def check_use(
@@ -205,87 +209,69 @@ class RestoreAdapter(nn.Module):
         allocation: str | None = None,
         restore_from: str | None = None,
         prefix_policy: str | None = None,
+        between: str | None = None,
     ) -> None:
-        """An adapter restores what its own eviction loses; with another one it may do worse than none.
-
-        Compares what is given with what the adapter's card tells. The authors' adapters are used in kvpress, which
-        counts the prefix, and come from code that does not.
-        """
-        card = self.card
-        if card.source is not None and prefix_policy == "free":
-            message = f"{card.source} is used in kvpress with the chat prefix in the budget (prefix_policy='counted')"
-            warnings.warn(f"{message}; how it was trained is not stated.", RestoreKVWarning, stacklevel=2)
-        if card.evictor is None:
-            return
+        """Warns of a use other than the training's: an adapter restores what its own eviction loses."""
+        card, messages = self.card, []
+        if card.source is not None and prefix_policy == "free":  # kvpress counts the prefix, the authors' code does not
+            messages.append(
+                f"{card.source} is used in kvpress with the chat prefix in the budget (prefix_policy='counted'); "
+                "its authors do not state how it was trained."
+            )
         for what, trained, used in (
             ("evictor", card.evictor, evictor),
             ("allocation", card.allocation, allocation),
             ("restore pass over the cache", card.restore_from, restore_from),
             ("prefix policy", card.prefix_policy, prefix_policy),
+            ("text between document and question", card.between, between),
         ):
-            if None not in (trained, used) and trained != used:
-                message = f"The adapter was trained with the {what} {trained}, not {used}; expect worse answers."
-                warnings.warn(message, RestoreKVWarning, stacklevel=2)
+            if card.evictor and None not in (trained, used) and trained != used:
+                before, now = (text if text and text.isprintable() else repr(text) for text in (trained, used))
+                messages.append(f"The adapter was trained with the {what} {before}, not {now}; expect worse answers.")
+        for message in messages:
+            warnings.warn(message, RestoreKVWarning, stacklevel=2)
 
     def trainable_state(self) -> dict[str, Tensor]:
-        """Copies of everything that training changes, by name."""
+        """Returns copies of everything that training changes, by name."""
         return {name: value.detach().clone() for name, value in self._trainable().items()}
 
     def load_trainable_state(self, state: dict[str, Tensor]) -> None:
-        """The counterpart of `trainable_state`."""
+        """Restores what `trainable_state` returned."""
         with torch.no_grad():
             for name, parameter in self._trainable().items():
                 parameter.copy_(state[name])
 
     def identity(self) -> dict[str, object]:
-        """For the records: a hash of embeddings and LoRA, n, and what the adapter was trained with; plain JSON."""
-        return {
-            "hash": adapter_file.weights_hash(self._trainable()),
-            "restore_tokens": self.restore_tokens,
-            "evictor": self.card.evictor,
-            "prefix_policy": self.card.prefix_policy,
-            "ratio_range": self.card.ratio_range and list(self.card.ratio_range),
-            "allocation": self.card.allocation,
-            "restore_from": self.card.restore_from,
-        }
+        """Returns plain JSON for records: a hash of embeddings and LoRA, n, and the conventions of the training."""
+        conventions = ("evictor", "prefix_policy", "ratio_range", "allocation", "restore_from")
+        identity = {"hash": self.stored().weights_hash(), "restore_tokens": self.restore_tokens}
+        return identity | plain({key: getattr(self.card, key) for key in conventions})
 
     def stored(self, dtype: torch.dtype = torch.float32) -> Stored:
-        """What a file holds; `dtype` is that of the LoRA weights in it."""
+        """Returns what a file holds; `dtype` is that of the LoRA weights in it."""
         lora = {name: value.detach().to("cpu", dtype) for name, value in self.tensors.items()}
         card = replace(self.card, dtype=str(dtype).removeprefix("torch."))
         return Stored(self.config, lora, self.embeddings.detach().cpu(), card)
 
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
-        """The published format, `restorekv.json` and a model card; `dtype` is that of the LoRA weights in the file."""
-        model_card.save(Path(folder), self.stored(dtype))
+        """Writes the published format, `restorekv.json` and a model card, with LoRA weights of `dtype`."""
+        publish.save(Path(folder), self.stored(dtype))
 
     def push_to_hub(
-        self,
-        repo: str,
-        *,
-        private: bool = False,
-        token: str | None = None,
-        dtype: torch.dtype = torch.float32,
-        licence: str | None = None,
-        commit_message: str | None = None,
-    ) -> str:
+        self, repo: str, *, private: bool = False, token: str | None = None, dtype: torch.dtype = torch.float32,
+        license: str | None = None, commit_message: str | None = None,
+    ) -> str:  # fmt: skip
         """Publishes what `save_pretrained` writes as the hub's repository `repo`; returns its address."""
-        return hub.push(
-            repo, self.stored(dtype), private=private, token=token, licence=licence, commit_message=commit_message
-        )
+        options = {"private": private, "token": token, "license": license, "commit_message": commit_message}
+        return publish.push(repo, self.stored(dtype), **options)
 
     def load_lora(self, name: str | Path, lora: dict[str, Tensor]) -> None:
-        """Copies the LoRA tensors of a file; each must be there and fit."""
-        if lora.keys() != self.tensors.keys():
-            strange = sorted(lora.keys() ^ self.tensors.keys())[0]
-            raise AdapterError(f"The adapter {name} does not fit this model or its own config (see {strange}).")
+        """Copies the LoRA tensors of a file; each one must be there and fit."""
+        for key in sorted(lora.keys() | self.tensors.keys()):
+            if key not in lora or key not in self.tensors or lora[key].shape != self.tensors[key].shape:
+                raise AdapterError(f"The adapter {name} does not fit this model or its own config (see {key}).")
         with torch.no_grad():
             for key, parameter in self.tensors.items():
-                if lora[key].shape != parameter.shape:
-                    raise AdapterError(
-                        f"The adapter {name} is for another model: {key} is {tuple(lora[key].shape)}, "
-                        f"not {tuple(parameter.shape)}."
-                    )
                 parameter.copy_(lora[key])
 
     def _trainable(self) -> dict[str, nn.Parameter]:
@@ -293,7 +279,7 @@ class RestoreAdapter(nn.Module):
 
 
 def card_for(model: PreTrainedModel, n: int) -> Card:
-    """What a model tells of itself."""
+    """Returns the card of an untrained adapter of `model`."""
     name = model_name(model)
     own = {"local": name not in NAMES and Path(name).exists(), "weights": base_weights.describe(model)}
     return Card(name, model_fingerprint(model), rope_fingerprint(model.config), n, **own)

@@ -1,9 +1,9 @@
-"""A restore adapter on disk, in the format it is published in.
+"""A restore adapter on disk, in the format in which adapters are published.
 
 adapter_config.json, adapter_model.safetensors   a PEFT LoRA adapter
 restore_embeddings.safetensors                   one tensor "restore_embeddings" (n, d)
-restorekv.json                                   what it was trained with and checksums; published ones lack it
-README.md                                        a model card for people and the hub; not read back but for its licence
+restorekv.json                                   the record of its training, with checksums; others' adapters lack it
+README.md                                        the model card; only its license is read back
 """
 
 import hashlib
@@ -33,12 +33,12 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Card:
-    """What an adapter was made for. None where nobody has said it.
+    """The record of what an adapter was made for; a field is None where nobody recorded it.
 
-    `settings`: of the training; `data`: one row a source with source, examples, contexts, licence and more; `results`:
-    one row a measurement, with benchmark, ratio, base, restored, full; `source`: the published adapter this is a copy
-    of; `local`: whether `model` was a folder or file on the machine where it was first loaded; `weights`: which of the
-    model's these were, and what tells others of the same model (see base_weights.py).
+    `settings`: of the training. `data`: one row per source with source, examples, contexts, license and more.
+    `results`: one row per measurement with benchmark, ratio, base, restored, full and more. `source`: the published
+    adapter that this one is a copy of. `local`: whether `model` was a folder or file where the adapter was created.
+    `weights`: see base_weights.py. `between`: the text between document and question in training.
     """
 
     model: str
@@ -55,25 +55,23 @@ class Card:
     settings: dict[str, Any] | None = None
     data: list[dict[str, Any]] | None = None
     results: list[dict[str, Any]] | None = None
-    licence: str | None = None
+    license: str | None = None
     source: str | None = None
     local: bool | None = None
     weights: dict[str, Any] | None = None
+    between: str | None = None
 
     def __post_init__(self) -> None:
-        rows = [row for rows in (self.data, self.results) if rows is not None for row in rows]
-        optional = [each for each in (self.settings, self.weights) if each is not None]
-        if not all(isinstance(each, dict) for each in (*optional, *rows)):
-            raise TypeError("settings and weights are dicts, data and results lists of dicts")
-        if not all(isinstance(text, str | None) for text in (self.licence, self.source)):
-            raise TypeError("licence and source are texts")
-        if not isinstance(self.local, bool | None):
-            raise TypeError("local is true or false")
+        dicts = [*(self.data or ()), *(self.results or ()), self.settings or {}, self.weights or {}]
+        texts = (self.license, self.source, self.between)
+        typed = all(isinstance(each, dict) for each in dicts) and all(isinstance(each, str | None) for each in texts)
+        if not (typed and isinstance(self.local, bool | None)):
+            raise TypeError("a field of the record has another type")
 
 
 @dataclass(frozen=True)
 class Stored:
-    """lora: tensors by the model's own module names; embeddings (n, d)."""
+    """An adapter as its files hold it: `lora` by the model's own module names, `embeddings` (n, d)."""
 
     config: LoraConfig
     lora: dict[str, Tensor]
@@ -81,20 +79,15 @@ class Stored:
     card: Card | None
 
     def weights_hash(self) -> str:
-        """That of the adapter in use, whose weights are float32."""
-        return weights_hash({"embeddings": self.embeddings, **self.lora})
-
-
-def weights_hash(tensors: dict[str, Tensor]) -> str:
-    """16 hex digits of names and float32 values."""
-    found = hashlib.sha256()
-    for name, value in sorted(tensors.items()):
-        found.update(name.encode() + value.detach().to("cpu", torch.float32).numpy().tobytes())
-    return found.hexdigest()[:16]
+        """Returns 16 hex digits of names and values; values count as float32, which they are in use."""
+        sha = hashlib.sha256()
+        for name, value in sorted({"embeddings": self.embeddings, **self.lora}.items()):
+            sha.update(name.encode() + value.detach().to("cpu", torch.float32).numpy().tobytes())
+        return sha.hexdigest()[:16]
 
 
 def plain(value: Any) -> Any:
-    """The same as JSON would bring it back; raises AdapterError for what has no JSON."""
+    """Returns `value` as JSON would bring it back; raises AdapterError for what JSON cannot hold."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:
@@ -103,14 +96,25 @@ def plain(value: Any) -> Any:
         ) from error
 
 
+def with_license_key(record: dict[str, Any]) -> dict[str, Any]:
+    """Returns a record under today's key `license`, which was `licence` in older files; so for its rows of data."""
+    record = {"license" if key == "licence" else key: value for key, value in record.items()}
+    if record.get("data"):
+        record["data"] = [with_license_key(row) for row in record["data"]]
+    return record
+
+
 def write(folder: Path, stored: Stored, readme: str | None = None) -> None:
-    """All files are complete before the first one of an older adapter is replaced; no `readme`, no new README.md."""
+    """Completes all files before it replaces the first one of an older adapter; keeps README.md without a `readme`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as name:
             fresh = Path(name)
             stored.config.save_pretrained(name)
-            order(fresh / CONFIG)
+            config = json.loads((fresh / CONFIG).read_text(encoding="utf-8"))
+            if isinstance(config.get("target_modules"), list):  # a set, in another order in every process
+                config["target_modules"].sort()
+            (fresh / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
             lora = {PREFIX + key: value.contiguous() for key, value in stored.lora.items()}
             save_file(lora, fresh / WEIGHTS, metadata={"format": "pt"})
             save_file({"restore_embeddings": stored.embeddings.contiguous()}, fresh / EMBEDDINGS)
@@ -125,16 +129,8 @@ def write(folder: Path, stored: Stored, readme: str | None = None) -> None:
         raise AdapterError(f"Cannot write the adapter to {folder}; choose a writable folder ({error}).") from error
 
 
-def order(path: Path) -> None:
-    """PEFT writes a set of names in the order of their hashes, which Python draws anew in every process."""
-    told = json.loads(path.read_text(encoding="utf-8"))
-    if isinstance(told.get("target_modules"), list):
-        told["target_modules"].sort()
-    path.write_text(json.dumps(told, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
 def read(folder: Path) -> Stored:
-    """Raises AdapterError for anything but a whole and sound adapter."""
+    """Raises AdapterError for anything but a complete and undamaged adapter."""
     for file in (CONFIG, WEIGHTS, EMBEDDINGS):
         if not (folder / file).is_file():
             raise AdapterError(f"{folder} has no {file}; give the folder of a complete restore adapter.")
@@ -147,7 +143,7 @@ def read(folder: Path) -> Stored:
 
 
 def read_config(folder: Path) -> LoraConfig:
-    """A plain LoRA config; other kinds of adapter are refused."""
+    """Returns the LoRA config; refuses other kinds of adapter."""
     try:
         kind = json.loads((folder / CONFIG).read_text()).get("peft_type")
         config = LoraConfig.from_pretrained(str(folder))
@@ -159,46 +155,44 @@ def read_config(folder: Path) -> LoraConfig:
 
 
 def read_card(folder: Path) -> Card | None:
-    """The card, after comparing the checksums in it; None for published adapters."""
+    """Returns the card, after it compares the checksums; None where there is no restorekv.json."""
     path = folder / CARD
     if not path.is_file():
         return None
     try:
-        entries = json.loads(path.read_text())
+        entries = with_license_key(json.loads(path.read_text()))
         version, sums = entries["version"], entries["sha256"]
         span = entries["ratio_range"]
         card = Card(**{field.name: entries[field.name] for field in fields(Card) if field.name in entries})
         card = replace(card, ratio_range=span and tuple(span))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        changed = [file for file, expected in sums.items() if digest(folder / file) != expected]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise AdapterError(f"{path} is damaged; fetch or train the adapter again.") from error
     if version != VERSION:
         raise AdapterError(f"{path} has format version {version}; this restorekv reads version {VERSION}.")
-    for file, expected in sums.items():
-        if digest(folder / file) != expected:
-            raise AdapterError(f"{folder / file} is not the file that was saved; fetch or train the adapter again.")
+    if changed:
+        raise AdapterError(f"{folder / changed[0]} is not the file that was saved; fetch or train the adapter again.")
     return card
 
 
 def tensors(path: Path) -> dict[str, Tensor]:
-    """Safetensors only: a pickle, whatever it is called, is never opened."""
+    """Reads safetensors only: it never opens a pickle, whatever the file is called."""
     try:
-        found = load_file(path)
+        loaded = load_file(path)
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"{path} is damaged or no safetensors file; fetch or train the adapter again.") from error
-    if not all(torch.isfinite(tensor).all() for tensor in found.values()):
+    if not all(torch.isfinite(tensor).all() for tensor in loaded.values()):
         raise AdapterError(f"{path} holds numbers that are not finite; use another adapter.")
-    return found
+    return loaded
 
 
 def digest(path: Path) -> str:
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as error:
-        raise AdapterError(f"Cannot read {path}; fetch or train the adapter again ({error}).") from error
+    """Returns the SHA-256 of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def check_model(name: str | Path, card: Card, own: Card) -> None:
-    """The model and the rotation of its keys must be those the adapter was trained with; warns of other weights."""
+    """Refuses another model or another rotation of its keys; warns of other weights of the same model."""
     if card.rope != own.rope:
         raise AdapterError(
             f"The adapter {name} was trained with RoPE {card.rope}, the model has {own.rope}; "

@@ -1,61 +1,103 @@
-"""The model card of an adapter: README.md, written from what its restorekv.json and adapter_config.json record.
+"""The model card of an adapter (README.md) and the license in it, from what restorekv.json and the LoRA config record.
 
-What nobody recorded is said to be unknown. The last line is a checksum of the rest, so that a card which a person has
-written or changed is told from ours and left alone.
+A license is recorded and passed on. The last line of a card is a checksum of the rest, so that a card which a person
+wrote or changed is recognized and kept.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
-import warnings
-from dataclasses import replace
+import json
+import shlex
+from collections.abc import Iterable
 from pathlib import Path
-from textwrap import dedent, fill
 
 import yaml
-from huggingface_hub import ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from peft import LoraConfig
 
-from restorekv.errors import AdapterError, RestoreKVWarning
 from restorekv.model.load import hub_name
-from restorekv.restore import adapter_file, license
-from restorekv.restore.adapter_file import README, Card, Stored
-from restorekv.restore.card_training import cell, facts, table, training
-from restorekv.restore.card_usage import here, in_kvpress
+from restorekv.restore.adapter_file import Card
 
+TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 NAMELESS = "OWNER/NAME-OR-FOLDER"
-PAPER = "https://arxiv.org/abs/2608.01247"
-TAGS = ["restorekv", "kv-cache", "long-context"]
-FRONT = re.compile(r"\s*---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.S)
-SEAL = re.compile(r"<!-- written by restorekv, ([0-9a-f]{64}) -->\n\Z")
+SEAL = "<!-- written by restorekv, {} -->\n"
+UNKNOWN = "unknown"
+PERMISSIVE = frozenset(
+    "apache-2.0 mit bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear bsl-1.0 isc ncsa postgresql unlicense wtfpl zlib "
+    "cc0-1.0 pddl public-domain odc-by cdla-permissive-1.0 cdla-permissive-2.0 etalab-2.0 cc-by-2.0 cc-by-2.5 "
+    "cc-by-3.0 cc-by-4.0".split()
+)
+HUB = PERMISSIVE - {"public-domain"} | frozenset(  # huggingface.co/docs/hub/repositories-licenses
+    "odbl gfdl afl-3.0 agpl-3.0 apple-amlr apple-ascl artistic-2.0 bigcode-openrail-m bigscience-bloom-rail-1.0 "
+    "bigscience-openrail-m c-uda cc cc-by-nc-2.0 cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nc-nd-3.0 cc-by-nc-nd-4.0 "
+    "cc-by-nc-sa-2.0 cc-by-nc-sa-3.0 cc-by-nc-sa-4.0 cc-by-nd-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cdla-sharing-1.0 "
+    "creativeml-openrail-m deepfloyd-if-license ecl-2.0 epl-1.0 epl-2.0 eupl-1.1 eupl-1.2 "
+    "fair-noncommercial-research-license gemma gpl gpl-2.0 gpl-3.0 grok2-community h-research intel-research lgpl "
+    "lgpl-2.1 lgpl-3.0 lgpl-lr llama2 llama3 llama3.1 llama3.2 llama3.3 llama4 lppl-1.3c mpl-2.0 ms-pl ofl-1.1 "
+    "openmdw-1.0 openrail openrail++ osl-3.0 other unknown".split()
+)
+KNOWN = HUB | PERMISSIVE
+ALIASES = {"cc0": "cc0-1.0", "odc-by-1.0": "odc-by", "mit-license": "mit", "apache-license-2.0": "apache-2.0"}
 
 
-def save(folder: Path, stored: Stored) -> None:
-    """The adapter with its card; a README.md that is not ours stays, and that is told.
+def identifier(license: str) -> str:
+    """Returns the hub's name, cc-by-nc-4.0 for "CC BY-NC 4.0"; a license that the hub does not know keeps its name."""
+    name = "-".join(license.lower().replace("_", " ").split())
+    name = ALIASES.get(name, UNKNOWN if name.startswith(UNKNOWN) else name)
+    return name if name in KNOWN else license.strip()
 
-    Results that the folder has for these very weights and this evictor stay unless there are new ones.
+
+def non_commercial(license: str | None) -> bool:
+    """Whether the name of a license, known or not, forbids commercial use."""
+    words = "".join(letter if letter.isalnum() else " " for letter in (license or "").lower()).split()
+    return "nc" in words or any(mark in "".join(words) for mark in ("noncommercial", "notforcommercial"))
+
+
+def licenses_of(data: list[dict] | None) -> list[str]:
+    """Returns what the rows of a record of data name, "unknown" for a row without a license."""
+    names = [row.get("license") for row in data or ()]
+    names = [name for each in names for name in (each if isinstance(each, list) and each else [each])]
+    return [identifier(name) if isinstance(name, str) and name.strip() else UNKNOWN for name in names]
+
+
+def passed_on(licenses: Iterable[str]) -> str:
+    """Returns the license of an adapter trained on data under these: one that is non-commercial, if there is one.
+
+    Else apache-2.0 where all are permissive, the only one that is not, or "unknown". This is no legal advice.
     """
-    stored = replace(stored, card=with_results(folder, stored))
-    own = is_ours(folder / README)
-    if not own:
-        message = (
-            f"{folder / README} was written or changed by someone and stays as it is; remove it to get a new card."
-        )
-        warnings.warn(message, RestoreKVWarning, stacklevel=4)
-    adapter_file.write(folder, stored, text(stored.card, stored.config) if own else None)
+    names = set(licenses)
+    restrictive = names - PERMISSIVE
+    if strict := sorted(filter(non_commercial, restrictive)):
+        return strict[-1]
+    if names and not restrictive:
+        return "apache-2.0"
+    return restrictive.pop() if len(restrictive) == 1 and restrictive < KNOWN - {"other"} else UNKNOWN
 
 
-def with_results(folder: Path, stored: Stored) -> Card:
-    """The card with the folder's results where it has none and they are of the same adapter."""
-    if stored.card.results is not None or not (folder / adapter_file.CARD).is_file():
-        return stored.card
+def inherited(card: Card, data: list[dict] | None) -> str | None:
+    """Returns the license after training on `data`: an adapter that was non-commercial before stays so."""
+    before = [card.license] if card.license and (card.source or non_commercial(card.license)) else []
+    licenses = licenses_of(data) + before
+    return passed_on(licenses) if licenses else None
+
+
+def strictest(card: Card) -> str | None:
+    """Returns what forbids commercial use: the adapter's own license or one of its data's."""
+    return next(filter(non_commercial, (card.license, *licenses_of(card.data))), None)
+
+
+def license_in(readme: str) -> str | None:
+    """Returns the license that a README.md's front matter names, the strictest of several."""
     try:
-        before = adapter_file.read(folder)
-    except AdapterError:
-        return stored.card
-    same = before.card.evictor == stored.card.evictor and before.weights_hash() == stored.weights_hash()
-    return replace(stored.card, results=before.card.results) if same else stored.card
+        data = ModelCard(readme, ignore_metadata_errors=True).data
+    except (yaml.YAMLError, ValueError, TypeError):
+        return None
+    names = [*(data.license if isinstance(data.license, list) else [data.license]), data.license_name]
+    known = [identifier(name) for name in names if isinstance(name, str) and name not in (UNKNOWN, "other")]
+    return max(known, key=non_commercial, default=None)
 
 
 def is_ours(path: Path) -> bool:
@@ -63,142 +105,88 @@ def is_ours(path: Path) -> bool:
     if not path.exists():
         return True
     try:
-        found = path.read_text(encoding="utf-8")
+        body, mark, seal = path.read_text(encoding="utf-8").rpartition(SEAL.partition("{")[0])
     except (OSError, UnicodeDecodeError):
         return False
-    seal = SEAL.search(found)
-    return seal is not None and seal[1] == checksum(found[: seal.start()])
+    return mark + seal == sealed(body)
 
 
-def licence_of(folder: Path) -> str | None:
-    """What the folder's README.md names."""
-    try:
-        return licence_in((folder / README).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError):
-        return None
+def sealed(body: str) -> str:
+    """Returns the last line of a card."""
+    return SEAL.format(hashlib.sha256(body.encode()).hexdigest())
 
 
-def licence_in(readme: str) -> str | None:
-    """What the front matter names, the strictest of several; None where it names none."""
-    found = FRONT.match(readme)
-    try:
-        told = yaml.safe_load(found[1]) if found else None
-    except yaml.YAMLError:
-        return None
-    if not isinstance(told, dict):
-        return None
-    names = told.get("license")
-    names = [*(names if isinstance(names, list) else [names]), told.get("license_name")]
-    named = [license.identifier(name) for name in names if isinstance(name, str) and name not in ("unknown", "other")]
-    return max(named, key=license.non_commercial, default=None)
-
-
-def text(card: Card, config: LoraConfig, name: str = NAMELESS) -> str:
-    """The whole README.md; `name` is what users are told to load."""
-    parts = (
-        f"---\n{front_matter(card, config)}\n---\n", method(card, config), made_for(card, config), training(card),
-        results(card), here(card, name), in_kvpress(card, config, name), citation(),
+def render(card: Card, config: LoraConfig, name: str = NAMELESS) -> str:
+    """Returns the whole README.md; `name` is what users are shown how to load."""
+    settings = {key: "none" if value is None else value for key, value in (card.settings or {}).items()}
+    answered = card.data and all(row.get("answers") for row in card.data)  # then training generated no answers
+    for key in ("keep", "checkpoint_every", *["max_new_tokens"] * bool(answered)):
+        settings.pop(key, None)
+    targets, license = config.target_modules, identifier(card.license or UNKNOWN)
+    evictor, _, evictor_settings = (card.evictor or "").partition(":")
+    body = ModelCard.from_template(
+        front_matter(card, config), TEMPLATE, card=card, config=config, name=name, lora=bool(targets),
+        title=Path(card.model).name or "a model without a name",
+        targets=targets if isinstance(targets, str) else sorted(targets or ()), settings=settings,
+        settings_rows=[{"setting": key, "value": value} for key, value in settings.items()],
+        data_rows=[dict.fromkeys(("source", "examples", "contexts", "license")) | row for row in card.data or ()],
+        with_intervals=any("low" in row for row in card.results or ()), license=license,
+        non_commercial=strictest(card), arguments=usage(card, name), evictor=evictor,
+        evictor_settings=evictor_settings, table=table, cell=cell, json=json.dumps, quote=shlex.quote,
     )  # fmt: skip
-    body = "\n".join(parts)
-    return f"{body}\n<!-- written by restorekv, {checksum(body + chr(10))} -->\n"
+    body = f"{body}\n\n"
+    return body + sealed(body)
 
 
-def checksum(body: str) -> str:
-    return hashlib.sha256(body.encode()).hexdigest()
+def front_matter(card: Card, config: LoraConfig) -> ModelCardData:
+    """Names a base model only if the hub has it, and a license that the hub knows or "other"."""
+    license, license_name = identifier(card.license or UNKNOWN), None
+    if license not in HUB:
+        letters = (letter if letter.isascii() and (letter.isalnum() or letter == ".") else " " for letter in license)
+        license, license_name = "other", "-".join("".join(letters).lower().split())
+    tags = ["restorekv", "kv-cache", "long-context", *["lora"] * bool(config.target_modules)]
+    base = hub_name(card.model) if is_on_hub(card) else None
+    return ModelCardData(library_name="peft", base_model=base, tags=tags, license=license, license_name=license_name)
 
 
-def front_matter(card: Card, config: LoraConfig) -> str:
-    """YAML as the hub wants it: a base model only where it has a name there, a licence it knows or "other"."""
-    licence = license.identifier(card.licence or license.UNKNOWN)
-    named = licence in license.HUB
-    licence_name = None
-    if licence == license.UNKNOWN:
-        licence = "unknown"
-    elif not named:
-        licence, licence_name = "other", re.sub(r"[^a-z0-9.]+", "-", licence.lower()).strip("-")
-    return ModelCardData(
-        library_name="peft", base_model=hub_name(card.model) if is_hub_id(card) else None,
-        tags=TAGS + ["lora"] * bool(config.target_modules),
-        license=licence, license_name=licence_name,
-    ).to_yaml()  # fmt: skip
-
-
-def is_hub_id(card: Card) -> bool:
-    """Whether others find the base model on the hub; records of before `local` are compared with this machine."""
+def is_on_hub(card: Card) -> bool:
+    """Whether others find the base model on the hub; for records without `local`, this machine's disk decides."""
     local = Path(card.model).exists() if card.local is None else card.local
-    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", hub_name(card.model))) and not local
+    return not local and is_hub_name(hub_name(card.model))
 
 
-def method(card: Card, config: LoraConfig) -> str:
-    """What the adapter does, as this very one does it."""
-    n, pairs = f"{card.restore_tokens} restore tokens", f"{card.restore_tokens} key-value pairs"
-    if card.restore_from == "evicted":
-        reads = f"This is a control of the paper: {n} read only what eviction has left"
-    else:
-        reads = f"Before anything is dropped, {n} read the full cache"
-    told = [
-        f"A restore adapter of [RestoreKV]({PAPER}).",
-        "A long context's KV cache is evicted once, before any question is known.",
-        f"{reads}, in one pass through the model {'with this' if config.target_modules else 'without a'} LoRA,",
-        f"and leave {pairs} in every layer and KV head.",
-        "They take their share of the same budget and are to bring back part of what eviction loses.",
-        "The LoRA is in the model during that pass alone; the" if config.target_modules else "The",
-        "model itself is unchanged.",
-    ]
-    if (card.settings or {}).get("nested") is True:
-        told.append(f"In training the first k of the {n} were used, k drawn anew each time, so the first k work alone.")
-    title = f"# Restore adapter for {cell(Path(card.model).name or 'a model without a name')}"
-    return f"{title}\n\n{fill(' '.join(told), 120, break_on_hyphens=False)}\n"
+def is_hub_name(name: str) -> bool:
+    """Whether `name` is OWNER/NAME as the hub wants it."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return "/" in name
 
 
-def made_for(card: Card, config: LoraConfig) -> str:
-    """The conventions; an adapter that was never described has defaults in its card, which are no record."""
-    known = card.evictor is not None
-    span = card.ratio_range and f"{card.ratio_range[0]:g} to {card.ratio_range[1]:g}"
-    targets = config.target_modules
-    rows = {
-        "base model": f"{card.model}, a folder of whoever trained it" if card.local else card.model,
-        "fingerprint of its weights": card.fingerprint,
-        "where these came from": (card.weights or {}).get("source"),
-        "RoPE": card.rope,
-        "evictor": card.evictor,
-        "restore tokens (n)": card.restore_tokens,
-        "chat prefix": {"free": "kept beside the budget (free)", "counted": "in the budget (counted)"}.get(
-            card.prefix_policy, card.prefix_policy
-        ),
-        "allocation": card.allocation if known else None,
-        "the restore pass reads": f"the {card.restore_from} cache" if known else None,
-        "compression ratios": span,
-        "restore embeddings": card.embeddings if card.source is None else None,
-        "LoRA": f"rank {config.r}, alpha {config.lora_alpha:g}" if targets else "none",
-        "LoRA on": targets if isinstance(targets, str) else ", ".join(sorted(targets or ())) or "nothing",
-        "LoRA weights in the file": card.dtype,
-    }
-    lines = ["## What it was made for", "", facts(rows), ""]
-    if card.source:
-        lines += [
-            f"A copy of {card.source}, whose authors publish no record of this kind: fingerprint and RoPE are those of "
-            "the model it was loaded into here, the evictor is told by its name.", "",
-        ]  # fmt: skip
-    return "\n".join(lines)
+def usage(card: Card, name: str) -> dict[str, object]:
+    """Returns the arguments of `compress`: a ratio near 0.1, and the conventions that are not its defaults."""
+    low, high = card.ratio_range or (0.1, 0.1)
+    arguments = {"evictor": card.evictor or "kvzip", "ratio": min(max(0.1, low), high), "adapter": name}
+    defaults = {"prefix_policy": "free", "allocation": "global", "restore_from": "full"}
+    return arguments | {key: getattr(card, key) for key in defaults if getattr(card, key) not in (None, defaults[key])}
 
 
-def results(card: Card) -> str:
-    found = table(card.results) if card.results else "None recorded."
-    if any("low" in row for row in card.results or ()):
-        found += "\n\nlow, high: 95 % interval of restored, bootstrap over documents; gain: restored minus base."
-    return f"## Results\n\n{found}\n"
+def table(rows: list[dict]) -> str:
+    """Returns a Markdown table; columns come in the order in which they first appear."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [[cell(row[key]) if key in row else "" for key in columns] for row in rows]
+    heads = [key.replace("_", " ") for key in columns]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (heads, ["---"] * len(columns), *lines))
 
 
-def citation() -> str:
-    return dedent("""\
-        ## Citation
-
-        ```bibtex
-        @article{restorekv,
-          title   = {RestoreKV: Recovering Full-Cache Behavior Under Aggressive Query-Agnostic KV Cache Eviction},
-          author  = {Baek, Changwoo and Shin, Seungjun and Kong, Kyeongbo},
-          journal = {arXiv preprint arXiv:2608.01247}
-        }
-        ```
-        """)
+def cell(value: object) -> str:
+    """Returns the text for one cell of a table."""
+    if value is None:
+        return "not recorded"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
+        value = ", ".join(value) or "none"
+    text = value if isinstance(value, str) else json.dumps(value)
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")

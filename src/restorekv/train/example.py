@@ -32,7 +32,7 @@ def sources(examples: Sequence[Example]) -> list[dict[str, object]]:
         found.setdefault((example.source, example.licence), []).append(example)
     rows = []
     for (source, licence), own in found.items():
-        row = {"source": source, "licence": licence, "contexts": len(own)}
+        row = {"source": source, "license": licence, "contexts": len(own)}
         row["examples"] = sum(len(example.questions) for example in own)
         if all(example.answer_ids is not None for example in own):
             row["answers"] = "written by this model when the data was built"

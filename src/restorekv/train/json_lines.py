@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from restorekv.errors import RestoreKVError
-from restorekv.restore.license import identifier, known
+from restorekv.restore.model_card import KNOWN, identifier
 from restorekv.train.example import Example
 
 KEYS = ("context", "questions", "answers", "source", "licence", "license", "meta")  # meta: whatever the user likes
@@ -45,9 +45,9 @@ def parsed(line: str, where: str) -> Example:
     if wrong:
         raise RestoreKVError(f"{where} {wrong}; mend the line.")
     licence = row.get("licence") or row.get("license")
-    if licence is not None and not known(licence := identifier(licence)):
+    if licence is not None and (licence := identifier(licence)) not in KNOWN:
         raise RestoreKVError(
-            f"{where} has the licence {licence!r}, which is not known here; give a name as on the Hugging Face hub, "
+            f"{where} has the license {licence!r}, which is not known here; give a name as on the Hugging Face hub, "
             "or none for a text of your own."
         )
     drafts = tuple(row.get("answers") or [None] * len(row["questions"]))

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.compression.prepared import PreparedContext
 from restorekv.errors import AdapterError, RestoreKVError
-from restorekv.model.prompt import encode
+from restorekv.model.prompt import default_between, encode
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train import checkpoint
 from restorekv.train.answers import answer_pass
@@ -193,6 +193,7 @@ def finish(adapter: RestoreAdapter, lessons: TeacherCache, folder: Path, team: P
         restore_from=config.restore_from,
         settings=json.loads(config.text()) | {"processes": team.size},
         data=sources(lessons.examples) + (began if config.init else []),
+        between=default_between(lessons.tokenizer),
     )
     if team.rank == 0:
         adapter.save_pretrained(folder / "adapter")
