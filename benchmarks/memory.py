@@ -175,8 +175,8 @@ def squeeze(model, tokenizer, text, job, mode, adapter, phases) -> tuple[int, in
 def fill(model, tokenizer, text, job, mode, adapter, phases) -> tuple[int, int]:
     """The same over a cache of random numbers."""
     context, evictor = make_context(tokenizer, text), evictors.make(job["evictor"])
-    if evictor.watch(model, context) is not None:
-        raise RestoreKVError(f"{evictor.name} watches the prefill; measure it without filled.")
+    if evictor.observer(model, context) is not None:
+        raise RestoreKVError(f"{evictor.name} observes the prefill; measure it without filled.")
     phases("fill")
     full = filled(model, context.positions, mode["offload"])
     phases("score")

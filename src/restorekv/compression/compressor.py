@@ -31,7 +31,7 @@ from restorekv.errors import AdapterError, BudgetError, RestoreKVError, RestoreK
 from restorekv.model import attention
 from restorekv.model.load import SHIPPING, canonical, model_name, shipped_path
 from restorekv.model.memory import trim_heap
-from restorekv.model.observer import probing
+from restorekv.model.observer import observe_layers
 from restorekv.model.offload import offloaded
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context, default_between, make_context
@@ -91,12 +91,13 @@ class Eviction:
         seconds: dict[str, float] = {}
         with torch.no_grad():
             tell("prefill")
-            watched = self.evictor.watch(model, context)
-            with timed(seconds, "prefill"), probing(model, watched) if watched else nullcontext():
+            observer = self.evictor.observer(model, context)
+            observing = observe_layers(model, observer.on_layer) if observer else nullcontext()
+            with timed(seconds, "prefill"), observing:
                 full = prefill(model, context.ids, into=offloaded(model, context.positions) if offload else None)
             tell("score")
             with timed(seconds, "score"):
-                scores = self.evictor.score(model, tokenizer, context, full, watched)
+                scores = self.evictor.score(model, tokenizer, context, full, observer)
         prepared = PreparedContext(model, context, full, scores, self.conventions, 0, seconds)
         if self.adapter is None:
             return prepared

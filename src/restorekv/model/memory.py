@@ -1,10 +1,10 @@
-"""Freed memory goes back to the system: glibc keeps it for later, up to a whole full cache of it."""
+"""Returns freed memory to the system: glibc would keep up to a whole full cache of it for later."""
 
 import contextlib
 import ctypes
 
 
 def trim_heap() -> None:
-    """Asks the C library, where it is glibc; PyTorch's own allocators for other devices are left alone."""
+    """Trims the C library's heap if it is glibc; PyTorch's allocators for other devices are not affected."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
