@@ -39,8 +39,7 @@ from restorekv.evaluation.machine import described
 from restorekv.evaluation.meter import REFERENCES, resident, serve
 from restorekv.evaluation.workload import SHAPE, save_model, save_tokenizer, text_of
 from restorekv.model.load import load_model
-from restorekv.model.memory import trim_heap
-from restorekv.model.offload import offloaded
+from restorekv.model.offload import offloaded, trim_heap
 from restorekv.model.prompt import make_context
 from restorekv.model.shape import CacheShape
 from restorekv.restore.adapter import RestoreAdapter

@@ -202,7 +202,11 @@ def test_foreign_files_are_refused(tiny_model, tmp_path):
 
     save_file({"layers.0.weight": torch.zeros(2, 32)}, tmp_path / "foreign")
     (tmp_path / "text").write_text("a gate" * 99)
-    for name, words in (("foreign", "not a gate of restorekv"), ("text", "no safetensors"), ("gone", "no gate file")):
+    for name, words in (
+        ("foreign", "not a gate of restorekv"),
+        ("text", "not a safetensors"),
+        ("gone", "no gate file"),
+    ):
         with pytest.raises(GateError, match=words):
             gate_file.read(tmp_path / name)
     with pytest.raises(GateError, match="no gate file"):

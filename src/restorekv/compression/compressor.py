@@ -30,9 +30,8 @@ from restorekv.compression.streaming import Stream, parts
 from restorekv.errors import AdapterError, BudgetError, RestoreKVError, RestoreKVWarning
 from restorekv.model import attention
 from restorekv.model.load import SHIPPING, canonical, model_name, shipped_path
-from restorekv.model.memory import trim_heap
 from restorekv.model.observer import observe_layers
-from restorekv.model.offload import offloaded
+from restorekv.model.offload import offloaded, trim_heap
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context, default_between, make_context
 from restorekv.model.shape import CacheShape

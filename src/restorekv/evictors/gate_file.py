@@ -104,7 +104,7 @@ def read_header(path: Path) -> dict[str, str]:
         with safe_open(path, "pt") as file:
             header = file.metadata() or {}
     except (OSError, SafetensorError) as error:
-        raise GateError(f"The gate {path} is damaged or no safetensors file; {MAKE}.") from error
+        raise GateError(f"The gate {path} is damaged or not a safetensors file; {MAKE}.") from error
     if header.get("format") != FORMAT:
         raise GateError(f"{path} is a safetensors file but not a gate of restorekv; {MAKE}.")
     if header.get("version") != VERSION:
@@ -159,7 +159,9 @@ def check_shapes(name: object, kind: str, layers: Sequence[Layer], shape: CacheS
         except (KeyError, IndexError):
             fits = False
         if not fits:
-            raise GateError(f"Layer {index} of the gate {name} is no {kind} gate of this model's shape; {MAKE}.")
+            raise GateError(
+                f"Layer {index} of the gate {name} lacks the shape of a {kind} gate for this model; {MAKE}."
+            )
 
 
 def check(name: object, gate: Gate, model: PreTrainedModel, kinds: Sequence[str]) -> None:

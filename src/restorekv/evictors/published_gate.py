@@ -30,7 +30,7 @@ def convert(source: str, model: PreTrainedModel) -> Gate:
     """Converts a pickle of Fast KVzip, a folder of KVzap, or the hub id of either; raises GateError."""
     path = Path(source) if Path(source).exists() else download(source, model)
     if path.is_file() and path.suffix == ".safetensors":
-        raise GateError(f"{path} is no pickle of Fast KVzip; if it is a gate of restorekv, use it with gate={path}.")
+        raise GateError(f"{path} is not a pickle of Fast KVzip; if it is a gate of restorekv, use it with gate={path}.")
     kind, layers = read_folder(path) if path.is_dir() else ("fastkvzip", read_pickle(path))
     check_shapes(source, kind, layers, CacheShape.of(model))
     return Gate(layers, GateCard.of(model, kind, TARGETS[kind], settings={"source": source}))
@@ -46,7 +46,7 @@ def download(source: str, model: PreTrainedModel) -> Path:
         return Path(snapshot_download(source, allow_patterns=["config.json", "*.safetensors"]))
     except Exception as error:  # a malformed id, no network, no such file: many kinds
         what = f"{file} of {source}" if source == FAST_KVZIP else repr(source)
-        raise GateError(f"There is no gate {what} here, nor can it be fetched from the hub.") from error
+        raise GateError(f"The gate {what} is not here and cannot be fetched from the hub; check its name.") from error
 
 
 def read_pickle(path: Path) -> Layers:
@@ -60,7 +60,7 @@ def read_pickle(path: Path) -> Layers:
         plain = all(isinstance(tensor, Tensor) for layer in layers for tensor in layer.values())
     except Exception as error:  # damaged pickles and those with code raise many kinds
         raise GateError(
-            f"{path} is no gate of Fast KVzip that can be read without running code; fetch it again from {FAST_KVZIP}."
+            f"{path} is not a Fast KVzip gate that can be read without running code; fetch it again from {FAST_KVZIP}."
         ) from error
     if not plain or not isinstance(layers, list):
         raise GateError(f"{path} holds more than tensors; fetch it again from {FAST_KVZIP}.")
@@ -77,7 +77,7 @@ def read_folder(folder: Path) -> tuple[str, Layers]:
         for file in sorted(folder.glob("*.safetensors")):
             tensors |= safetensors.torch.load_file(file)
     except (OSError, ValueError, AttributeError, SafetensorError) as error:
-        raise GateError(f"{folder} is damaged or no gate of KVzap; give a folder with its config.json.") from error
+        raise GateError(f"{folder} is damaged or not a KVzap gate; give a folder with its config.json.") from error
     if not known:
-        raise GateError(f"{folder} is no gate of KVzap, its config.json says so; give a folder of one.")
+        raise GateError(f"{folder} is not a KVzap gate according to its config.json; give a folder of one.")
     return kind, split(tensors)

@@ -86,8 +86,8 @@ def accumulate(q, keys, values, key_row, value_row, best, weight, output, count,
         pair = low + tl.arange(0, N)
         inside = pair < count
         at = (pair + tl.where(pair < cut, first, second)).to(tl.int64)[:, None]
-        held = inside[:, None] & (column < D)
-        key = tl.load(keys + at * key_row + column, mask=held, other=0.0)
+        valid = inside[:, None] & (column < D)
+        key = tl.load(keys + at * key_row + column, mask=valid, other=0.0)
         logits = tl.dot(q.to(FACTOR), tl.trans(key).to(FACTOR), input_precision="ieee") * scale
         visible = inside[None, :]
         if OWN:
@@ -95,7 +95,7 @@ def accumulate(q, keys, values, key_row, value_row, best, weight, output, count,
         logits = tl.where(visible, logits, float("-inf"))
         higher = tl.maximum(best, tl.max(logits, 1))
         fade, share = tl.exp2(best - higher), tl.exp2(logits - higher[:, None])
-        value = tl.load(values + at * value_row + column, mask=held, other=0.0)
+        value = tl.load(values + at * value_row + column, mask=valid, other=0.0)
         shared = share.to(value.dtype).to(FACTOR)
         output = tl.dot(shared, value.to(FACTOR), output * fade[:, None], input_precision="ieee")
         weight = weight * fade + tl.sum(share, 1)
@@ -143,7 +143,7 @@ def highest_kernel(query, keys, lse, best, rows, columns, skipped, q_head, q_gro
     width, real = tl.arange(0, BLOCK_D)[None, :], at < columns
     corner = keys + head * key_head + at.to(tl.int64)[:, None] * key_row + width
     key = tl.load(corner, mask=real[:, None] & (width < D), other=0.0)
-    found = tl.full([M], float("-inf"), tl.float32)
+    peak = tl.full([M], float("-inf"), tl.float32)
     start = tl.program_id(0) * M // N * N if OWN else 0
     for low in range(start, rows, N):
         row = low + tl.arange(0, N)
@@ -154,5 +154,5 @@ def highest_kernel(query, keys, lse, best, rows, columns, skipped, q_head, q_gro
         logits -= tl.load(lse + pair * rows + row, mask=inside, other=float("inf"))[None, :]
         if OWN:
             logits = tl.where(row[None, :] >= at[:, None] + skipped, logits, float("-inf"))
-        found = tl.maximum(found, tl.max(logits, 1))
-    tl.store(best + pair * columns + at, tl.exp2(found), mask=real)
+        peak = tl.maximum(peak, tl.max(logits, 1))
+    tl.store(best + pair * columns + at, tl.exp2(peak), mask=real)

@@ -70,6 +70,7 @@ def similarity(one: Mapping[str, object] | None, other: Mapping[str, object] | N
 
 
 def decoded(sketch: str) -> Tensor:
+    """Returns the values of a sketch as float32."""
     return torch.frombuffer(bytearray(base64.b64decode(sketch)), dtype=torch.bfloat16).float()
 
 

@@ -12,6 +12,8 @@ whenever pairs are added, and leaves it on the host for other readers such as sc
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import mmap
 import os
 import shutil
@@ -109,9 +111,9 @@ class OffloadStore(ABC):
     def load(self, layer: OffloadedLayer) -> Pair:
         """Returns a layer's pairs on the model's device; those of other layers may leave it."""
 
-    @abstractmethod
     def append(self, layer: OffloadedLayer, new: Pair) -> Pair:
         """Does the same after `new` pairs were stored."""
+        return self.load(layer)
 
     @abstractmethod
     def release(self, layer: OffloadedLayer) -> None:
@@ -147,9 +149,6 @@ class FileStore(OffloadStore):
             self.unload()
             self.loaded = layer
         return layer.stored()
-
-    def append(self, layer: OffloadedLayer, new: Pair) -> Pair:
-        return self.load(layer)
 
     def unload(self) -> None:
         """Takes a layer's pages out of the process; the system writes them to disk before it reuses the memory."""
@@ -231,3 +230,9 @@ def reserve_file(nbytes: int) -> mmap.mmap:
         else:
             os.truncate(file.fileno(), nbytes)
         return mmap.mmap(file.fileno(), nbytes)
+
+
+def trim_heap() -> None:
+    """Returns freed memory to the system; glibc would keep up to a whole full cache of it for later."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)

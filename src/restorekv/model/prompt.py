@@ -59,7 +59,7 @@ def make_context(tokenizer: Tokenizer, text: str, between: str = "") -> Context:
     prefix = encode(tokenizer, before).shape[-1]
     ids = encode(tokenizer, before + text)
     if ids.shape[-1] <= prefix:
-        raise RestoreKVError("The context has no tokens beside the chat template; give a longer text.")
+        raise RestoreKVError("The context has no tokens besides the chat template; give a longer text.")
     return Context(ids, prefix, encode(tokenizer, after), after, between)
 
 

@@ -98,7 +98,8 @@ def unpacks(layer: RaggedLayer) -> bool:
     """Returns whether to unpack a whole 8-bit context: for a forced backend, and on a GPU if WORKSPACE suffices."""
     if not stored.is_packed(layer):
         return False
-    return current(_backend) is not None or (layer.device.type != "cpu" and stored.workspace(layer) <= WORKSPACE)
+    nbytes = 2 * layer.context_keys.codes.numel() * layer.dtype.itemsize
+    return current(_backend) is not None or (layer.device.type != "cpu" and nbytes <= WORKSPACE)
 
 
 def attend(

@@ -30,11 +30,6 @@ def unpacked(layer: RaggedLayer) -> RaggedLayer:
     return plain
 
 
-def workspace(layer: RaggedLayer) -> int:
-    """Returns the bytes of an unpacked layer's context."""
-    return 2 * layer.context_keys.codes.numel() * layer.dtype.itemsize
-
-
 def attend(query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: float) -> Tensor:
     """query (B, H, G, Q, D), tail_mask (B, 1, Q, n+q) bool or None = causal -> (B, H, G, Q, D)."""
     batch, heads, groups, queries, dim = query.shape

@@ -37,8 +37,8 @@ def average(q, keys, values, step, start, end, extra, limit, pair_step, scale, H
         pair = at + tl.arange(0, BLOCK_N)
         inside = pair < end
         place = pair.to(tl.int64)[:, None] * step + column
-        held = inside[:, None] & (column < D)
-        key = tl.load(keys + place, mask=held, other=0.0)
+        valid = inside[:, None] & (column < D)
+        key = tl.load(keys + place, mask=valid, other=0.0)
         logits = tl.dot(q.to(FACTOR), tl.trans(key).to(FACTOR), input_precision="ieee") * scale
         if HOW == BIAS:
             logits += tl.load(extra + pair, mask=inside, other=0.0).to(tl.float32)[None, :] * LOG2E
@@ -52,7 +52,7 @@ def average(q, keys, values, step, start, end, extra, limit, pair_step, scale, H
         finite = tl.where(higher == float("-inf"), 0.0, higher)  # -inf - -inf is NaN
         fade = tl.exp2(best - finite)
         share = tl.exp2(logits - finite[:, None])
-        value = tl.load(values + place, mask=held, other=0.0)
+        value = tl.load(values + place, mask=valid, other=0.0)
         share_of_value = share.to(value.dtype).to(FACTOR)
         output = tl.dot(share_of_value, value.to(FACTOR), output * fade[:, None], input_precision="ieee")
         weight = weight * fade + tl.sum(share, 1)
@@ -136,10 +136,10 @@ def merge(parts, sums, first, output, begin, count, pieces, queries, total_rows,
         index = at + tl.arange(0, BLOCK_S)
         slot = tl.where(index < own, low + index, count + head * pieces + index - own)
         place = slot.to(tl.int64)[:, None] * total_rows + row[None, :]  # (BLOCK_S, M)
-        held = (index < own + pieces)[:, None] & real[None, :]
-        lse = tl.load(sums + place, mask=held, other=float("-inf"))
+        valid = (index < own + pieces)[:, None] & real[None, :]
+        lse = tl.load(sums + place, mask=valid, other=float("-inf"))
         cell = parts + place[:, :, None] * D + column[None, None, :]
-        part = tl.load(cell, mask=held[:, :, None] & within[None, None, :], other=0.0)
+        part = tl.load(cell, mask=valid[:, :, None] & within[None, None, :], other=0.0)
         higher = tl.maximum(best, tl.max(lse, 0))
         finite = tl.where(higher == float("-inf"), 0.0, higher)
         share, fade = tl.exp2(lse - finite[None, :]), tl.exp2(best - finite)
