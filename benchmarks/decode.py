@@ -46,7 +46,7 @@ from restorekv.evaluation.meter import resident
 from restorekv.evaluation.workload import SHAPE, save_model, save_tokenizer
 from restorekv.model import attention
 from restorekv.model.load import load_model
-from restorekv.model.memory import trim_heap
+from restorekv.model.offload import trim_heap
 from restorekv.model.prompt import make_context, question_ids
 from restorekv.model.shape import CacheShape
 

@@ -39,8 +39,7 @@ from restorekv.evaluation.machine import described
 from restorekv.evaluation.meter import REFERENCES, resident, serve
 from restorekv.evaluation.workload import SHAPE, save_model, save_tokenizer, text_of
 from restorekv.model.load import load_model
-from restorekv.model.memory import trim_heap
-from restorekv.model.offload import offloaded
+from restorekv.model.offload import offloaded, trim_heap
 from restorekv.model.prompt import make_context
 from restorekv.model.shape import CacheShape
 from restorekv.restore.adapter import RestoreAdapter
@@ -175,8 +174,8 @@ def squeeze(model, tokenizer, text, job, mode, adapter, phases) -> tuple[int, in
 def fill(model, tokenizer, text, job, mode, adapter, phases) -> tuple[int, int]:
     """The same over a cache of random numbers."""
     context, evictor = make_context(tokenizer, text), evictors.make(job["evictor"])
-    if evictor.watch(model, context) is not None:
-        raise RestoreKVError(f"{evictor.name} watches the prefill; measure it without filled.")
+    if evictor.observer(model, context) is not None:
+        raise RestoreKVError(f"{evictor.name} observes the prefill; measure it without filled.")
     phases("fill")
     full = filled(model, context.positions, mode["offload"])
     phases("score")

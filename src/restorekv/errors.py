@@ -1,16 +1,16 @@
-"""What a user can do wrong, one class per kind; the message is one sentence naming cause and mend."""
+"""One exception class for each kind of user error; the message is one sentence that names the cause and the fix."""
 
 
 class RestoreKVError(ValueError):
-    """A user's mistake. The command line prints the message alone and exits with a non-zero status."""
+    """A user error. The command line prints only the message and exits with a nonzero status."""
 
 
 class BudgetError(RestoreKVError):
-    """A ratio, token count or restore reserve that cannot be met."""
+    """A ratio, token count or number of restore tokens that cannot be met."""
 
 
 class CacheFileError(RestoreKVError):
-    """A cache file that is missing, damaged, foreign, unwritable or made with another model."""
+    """A cache file that is missing, damaged, unwritable, of another format or made with another model."""
 
 
 class AdapterError(RestoreKVError):
@@ -26,10 +26,10 @@ class ModelError(RestoreKVError):
 
 
 class RestoreKVWarning(UserWarning):
-    """Something that works but is probably not what was meant, as an adapter trained with another evictor."""
+    """Something that works but is probably not what the user wants, such as an adapter trained with another evictor."""
 
 
 def first_sentence(error: BaseException) -> str:
-    """What a library said, short enough for a sentence of ours and without its full stop."""
+    """Returns the start of a library's error message, without its period, to quote in one of ours."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].split(". ")[0].rstrip(".:")

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and locks between processes."""
+"""Writes files completely or not at all, and locks them between processes."""
 
 import errno
 import glob
@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ HOST = re.sub(r"[^0-9A-Za-z]", "", platform.node()) or "here"  # several machine
 
 
 def check_target(path: Path) -> None:
-    """Refuses a place that cannot hold a file, before hours of work go into its contents."""
+    """Refuses a path that cannot be written, before hours of work go into the contents."""
     if path.is_dir():
         raise RestoreKVError(f"{path} is a folder; give the name of a file.")
     if not path.parent.is_dir():
@@ -29,9 +30,9 @@ def check_target(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a name beside `path`; what was written there takes its place if the block ends well, else vanishes."""
+    """Yields a temporary name next to `path`; what the block writes there replaces `path`, unless the block raises."""
     check_target(path)
-    path = path.resolve()  # through a symbolic link, which stays
+    path = path.resolve()  # so that a symbolic link stays one
     sweep(path)
     temporary = path.with_name(f".{path.name}.{HOST}-{os.getpid()}.tmp")
     try:
@@ -43,35 +44,35 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[bool]:
-    """Whether the block has the lock `path` to itself; the system frees that of a process that was killed.
+    """Yields whether the block holds the lock `path` alone; without file locks on this system, that is always true.
 
-    Where there are no such locks, everybody has it.
+    The system releases the lock of a process that is killed.
     """
     try:
-        import fcntl  # posix alone has it
+        import fcntl  # only POSIX systems have it
     except ImportError:
         yield True
         return
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            mine = True
+            acquired = True
         except OSError as error:
-            mine = error.errno not in (errno.EWOULDBLOCK, errno.EACCES)  # else a disk that knows no locks
-        yield mine
+            acquired = error.errno not in (errno.EWOULDBLOCK, errno.EACCES)  # other errors: a disk without locks
+        yield acquired
 
 
 def sweep(path: Path) -> None:
-    """Removes what processes of this machine, killed while they wrote `path`, have left beside it."""
+    """Removes temporary files and folders of processes on this machine that were killed while they wrote `path`."""
     begin = f".{path.name}.{HOST}-"
-    for left in path.parent.glob(f"{glob.escape(begin)}*.tmp"):
-        number = left.name[len(begin) : -len(".tmp")]
-        if number.isdecimal() and not alive(int(number)):
-            left.unlink(missing_ok=True)
+    for stale in path.parent.glob(f"{glob.escape(begin)}*"):
+        process = re.match(r"[0-9]+(?=[-.])", stale.name[len(begin) :])
+        if process and not alive(int(process[0])):
+            shutil.rmtree(stale, ignore_errors=True) if stale.is_dir() else stale.unlink(missing_ok=True)
 
 
 def alive(process: int) -> bool:
-    """Whether a process of that number runs on this machine; where that cannot be asked, yes."""
+    """Returns whether this process id runs on this machine, or True where that cannot be found out."""
     if os.name != "posix":
         return True
     try:
@@ -83,7 +84,7 @@ def alive(process: int) -> bool:
     return True
 
 
-def write_json(path: Path, figures: object) -> None:
-    """Indented UTF-8 JSON."""
+def write_json(path: Path, content: object) -> None:
+    """Writes indented UTF-8 JSON."""
     with replacing(path) as temporary:
-        temporary.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,6 +1,6 @@
-"""Specs: a name with settings, "kvzip:chunk=512,sinks=0", the one grammar of evictors, allocations and methods.
+"""Specs: a name with settings, such as "kvzip:chunk=512,sinks=0"; evictors, allocations and methods are written so.
 
-What can be named is a frozen dataclass; its fields are its settings, numbers, words or true/false.
+Whatever has a spec is a frozen dataclass. Its fields of type int, float, bool and str are its settings.
 """
 
 from collections.abc import Mapping
@@ -13,44 +13,43 @@ Named = TypeVar("Named")
 EXAMPLES = {int: "NUMBER", float: "NUMBER", bool: "true|false", str: "TEXT"}
 
 
-def parse(text: str, known: Mapping[str, type[Named]], what: str) -> Named:
-    """An object of the class that `known` has under the spec's name; `what` names the kind in messages."""
+def parse(text: str, classes: Mapping[str, type[Named]], what: str) -> Named:
+    """Returns an object of the class that `classes` has under the spec's name; error messages call it `what`."""
     name, _, rest = text.partition(":")
-    if name not in known:
-        raise RestoreKVError(f"There is no {what} {name!r}; use one of {', '.join(known)}.")
-    kinds = settings_of(known[name])
+    if name not in classes:
+        raise RestoreKVError(f"There is no {what} {name!r}; use one of {', '.join(classes)}.")
+    types = settings_of(classes[name])
     settings = {}
     for item in filter(None, map(str.strip, rest.split(","))):
         key, _, value = item.partition("=")
-        if key not in kinds:
-            usage = ", ".join(f"{setting}={EXAMPLES[kind]}" for setting, kind in sorted(kinds.items()))
-            mend = f"give {usage}" if usage else "it takes none"
-            raise RestoreKVError(f"{name} has no setting {item!r}; {mend}.")
+        if key not in types:
+            usage = ", ".join(f"{setting}={EXAMPLES[kind]}" for setting, kind in sorted(types.items()))
+            raise RestoreKVError(f"{name} has no setting {item!r}; {f'give {usage}' if usage else 'it takes none'}.")
         try:
-            settings[key] = read(kinds[key], value)
+            settings[key] = read(types[key], value)
         except (KeyError, ValueError):
-            raise RestoreKVError(f"{name} takes {key}={EXAMPLES[kinds[key]]}, not {value!r}.") from None
-    return known[name](**settings)
+            raise RestoreKVError(f"{name} takes {key}={EXAMPLES[types[key]]}, not {value!r}.") from None
+    return classes[name](**settings)
 
 
-def write(name: str, made: object) -> str:
-    """The shortest spec that makes `made` again: settings at their defaults are left out."""
+def write(name: str, instance: object) -> str:
+    """Returns the shortest spec of `instance`, which leaves out settings at their defaults."""
     changed = [
         f"{field.name}={str(value).lower() if isinstance(value, bool) else value}"
-        for field in fields(made)
-        if (value := getattr(made, field.name)) != field.default or field.default is MISSING
+        for field in fields(instance)
+        if (value := getattr(instance, field.name)) != field.default or field.default is MISSING
     ]
     return f"{name}:{','.join(changed)}" if changed else name
 
 
-def settings_of(kind: type) -> dict[str, type]:
-    """Fields that a spec can set, with their types."""
-    hints = get_type_hints(kind)
-    return {field.name: hints[field.name] for field in fields(kind) if hints[field.name] in EXAMPLES}
+def settings_of(cls: type) -> dict[str, type]:
+    """Returns the fields that a spec can set, with their types."""
+    hints = get_type_hints(cls)
+    return {field.name: hints[field.name] for field in fields(cls) if hints[field.name] in EXAMPLES}
 
 
 def read(kind: type, value: str) -> Any:
-    """A setting's value; raises ValueError."""
+    """Converts a setting's text to its type; raises KeyError or ValueError."""
     if kind is bool:
         return {"true": True, "false": False}[value]
     if not value or (kind is int and not value.isdecimal()):

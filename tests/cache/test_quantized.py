@@ -113,7 +113,7 @@ def test_attention_is_that_of_the_numbers_stored(lengths, dim, groups, batch, qu
     store(layer, how)
     mask = torch.ones(queries, queries + 2, dtype=torch.bool).tril(2).expand(batch, 1, -1, -1).clone()
     mask[0, :, :, 0] &= not hidden
-    exact = stored.opened(layer)
+    exact = stored.unpacked(layer)
     for name in ("context_keys", "context_values"):
         setattr(exact, name, getattr(layer, name).rows(slice(None), torch.float64))
     exact.keys, exact.values = layer.keys.double(), layer.values.double()

@@ -23,7 +23,7 @@ from restorekv.compression.prepared import PreparedContext
 from restorekv.errors import RestoreKVError
 from restorekv.model.attention import BACKENDS
 from restorekv.model.load import load_model
-from restorekv.model.observer import probing
+from restorekv.model.observer import observe_layers
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import encode, make_context
 from restorekv.restore.adapter import RestoreAdapter
@@ -41,12 +41,12 @@ def reference(model, tokenizer, context):
     ids = torch.cat([context.ids, asked, context.suffix, context.ids[:, context.prefix :]], -1)
     found = []
 
-    def see(probe):
-        queries = probe.query[:, :, context.positions :].transpose(1, 2).flatten(1, 2)
-        own = (x[:, context.prefix : context.positions] for x in (probe.key, probe.value))
+    def on_layer(view):
+        queries = view.query[:, :, context.positions :].transpose(1, 2).flatten(1, 2)
+        own = (x[:, context.prefix : context.positions] for x in (view.key, view.value))
         found.append([x.numpy().copy() for x in (queries, *own)])
 
-    with probing(model.double(), see):
+    with observe_layers(model.double(), on_layer):
         prefill(model, ids)
     model.float()
     return [np.stack(x) for x in zip(*found, strict=True)]

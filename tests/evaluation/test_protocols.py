@@ -173,9 +173,9 @@ def test_other_methods_stay_as_they_are(spec):
 def test_the_settings_reach_the_evictor(saved, tmp_path, monkeypatch):
     seen, score = [], KVzip.score
 
-    def scoring(self, model, tokenizer, context, full, watched=None):
+    def scoring(self, model, tokenizer, context, full, observer=None):
         seen.append((self.chunk, self.sinks, self.space, context.prefix))
-        return score(self, model, tokenizer, context, full, watched)
+        return score(self, model, tokenizer, context, full, observer)
 
     monkeypatch.setattr(KVzip, "score", scoring)
     model = saved("Qwen3-tiny")

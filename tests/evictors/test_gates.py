@@ -13,7 +13,7 @@ from restorekv.errors import GateError, RestoreKVError
 from restorekv.evictors import gate_file
 from restorekv.evictors.gate_file import Gate, GateCard
 from restorekv.model.load import bundled_path, load_model
-from restorekv.model.observer import probing
+from restorekv.model.observer import observe_layers
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context
 from restorekv.model.shape import CacheShape
@@ -48,18 +48,18 @@ def save_gate(path, kind, model, layers=None):
     return str(path)
 
 
-def watched(spec, model, context, chunk=4096):
+def observed(spec, model, context, chunk=4096):
     evictor = evictors.make(spec)
-    watch = evictor.watch(model, context)
-    with probing(model, watch):
+    observer = evictor.observer(model, context)
+    with observe_layers(model, observer.on_layer):
         full = prefill(model, context.ids, chunk)
-    return evictor.score(model, None, context, full, watch)
+    return evictor.score(model, None, context, full, observer)
 
 
 def attention_inputs(model, context):
     """(L, S + T, d) float64."""
     found = {}
-    with probing(model.double(), lambda probe: found.update({probe.layer: probe.hidden})):
+    with observe_layers(model.double(), lambda view: found.update({view.layer: view.hidden})):
         prefill(model, context.ids)
     model.float()
     return torch.stack([found[layer] for layer in sorted(found)])
@@ -106,7 +106,7 @@ NAMES = {"fastkvzip": "fastkvzip:window=0,sinks=0,gate=", "kvzap-linear": "kvzap
 def test_scores_are_the_formula(tiny_model, tmp_path, kind, chunk):
     context, layers = make_context(), random_layers(kind, tiny_model)
     path = save_gate(tmp_path / "gate", kind, tiny_model, layers)
-    found = watched(NAMES[kind] + path, tiny_model, context, chunk)
+    found = observed(NAMES[kind] + path, tiny_model, context, chunk)
     wanted = exact(kind, layers, attention_inputs(tiny_model, context), CacheShape.of(tiny_model))[..., S:]
     assert found.shape == (3, 2, T) and found.dtype == torch.float32
     torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-5)
@@ -118,8 +118,8 @@ def test_a_half_precision_gate_in_a_half_precision_model(tmp_path, kind):
     model, context = build_model("qwen3"), make_context()
     layers = [{k: v.bfloat16() for k, v in layer.items()} for layer in random_layers(kind, model)]
     path = save_gate(tmp_path / "gate", kind, model, layers)
-    whole = watched(NAMES[kind] + path, model, context)
-    half = watched(NAMES[kind] + path, model.bfloat16(), context)
+    whole = observed(NAMES[kind] + path, model, context)
+    half = observed(NAMES[kind] + path, model.bfloat16(), context)
     assert half.dtype == torch.float32
     assert torch.corrcoef(torch.stack([whole[0].flatten(), half[0].flatten()]))[0, 1] > 0.999
     if kind == "fastkvzip":
@@ -132,7 +132,7 @@ def test_the_bias_counts_once(tiny_model, tmp_path):
     for layer in layers:
         layer["b"] += 0.7
     path = save_gate(tmp_path / "gate", "fastkvzip", tiny_model, layers)
-    found = watched(NAMES["fastkvzip"] + path, tiny_model, make_context())
+    found = observed(NAMES["fastkvzip"] + path, tiny_model, make_context())
     torch.testing.assert_close(found, torch.full_like(found, math.exp(0.7) / (math.exp(0.7) + SINKS)))
 
 
@@ -166,8 +166,8 @@ def test_which_columns_stay(spec, length, prefix, first, last):
 
 def test_kept_columns_stand_above_all(tiny_model, tmp_path):
     path = save_gate(tmp_path / "gate", "kvzap-linear", tiny_model)
-    plain = watched(f"kvzap:gate={path}", tiny_model, make_context())
-    pinned = watched(f"kvzap:gate={path},window=4", tiny_model, make_context())
+    plain = observed(f"kvzap:gate={path}", tiny_model, make_context())
+    pinned = observed(f"kvzap:gate={path},window=4", tiny_model, make_context())
     assert plain[..., :-4].equal(pinned[..., :-4])
     assert pinned[..., -4:].min() > plain.max()
     assert (pinned[..., -4:].diff(dim=-1) > 0).all()
@@ -202,7 +202,11 @@ def test_foreign_files_are_refused(tiny_model, tmp_path):
 
     save_file({"layers.0.weight": torch.zeros(2, 32)}, tmp_path / "foreign")
     (tmp_path / "text").write_text("a gate" * 99)
-    for name, words in (("foreign", "not a gate of restorekv"), ("text", "no safetensors"), ("gone", "no gate file")):
+    for name, words in (
+        ("foreign", "not a gate of restorekv"),
+        ("text", "not a safetensors"),
+        ("gone", "no gate file"),
+    ):
         with pytest.raises(GateError, match=words):
             gate_file.read(tmp_path / name)
     with pytest.raises(GateError, match="no gate file"):

@@ -11,8 +11,8 @@ from restorekv import evictors
 from restorekv.errors import RestoreKVError
 from restorekv.evictors import kvzip
 from restorekv.model.attention import blocked
-from restorekv.model.observer import LayerProbe, probing
-from restorekv.model.prefill import passing, prefill
+from restorekv.model.observer import LayerView, observe_layers
+from restorekv.model.prefill import prefill, read_only_view
 from restorekv.model.prompt import encode, make_context
 from tests.helpers.models import build_model
 
@@ -135,11 +135,11 @@ def test_scoring_leaves_the_cache_alone(tiny_model, tiny_tokenizer, context):
 def test_a_pass_that_fails_leaves_the_cache_and_no_hooks(tiny_model, context):
     full = prefill(tiny_model, context.ids)
 
-    def fail(probe):
+    def fail(view):
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), probing(tiny_model, fail):
-        tiny_model.model(input_ids=context.ids, past_key_values=passing(full))
+    with pytest.raises(KeyboardInterrupt), observe_layers(tiny_model, fail):
+        tiny_model.model(input_ids=context.ids, past_key_values=read_only_view(full))
     assert full.get_seq_length() == context.positions
     assert not any(layer.self_attn._forward_pre_hooks for layer in tiny_model.model.layers)
     tiny_model.model(input_ids=context.ids)
@@ -151,7 +151,7 @@ def random_pass(rows=50, chunk=40, heads=2, groups=3, dim=8):
     own, held = torch.randn(heads, rows, dim), DynamicCache()
     held.update(torch.randn(1, heads, 60, dim), torch.randn(1, heads, 60, dim), 0)
     query = torch.randn(heads, groups, rows, dim) * 4
-    return LayerProbe(0, None, dim**-0.5, None, query, own, own), held.layers[0], 10, 10 + chunk
+    return LayerView(0, None, dim**-0.5, None, query, own, own), held.layers[0], 10, 10 + chunk
 
 
 @pytest.mark.parametrize("block", [1, 1000, 10_000])

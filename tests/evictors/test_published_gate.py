@@ -139,7 +139,7 @@ def test_what_is_fetched_from_the_hub(tmp_path, monkeypatch):
 def test_a_hub_that_cannot_be_reached(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     for source, words in ((FAST_KVZIP, ".*q2_dim16_sink16.pt of Jang"), ("nvidia/KVzap", "'nvidia/KVzap'"), ("?", "")):
-        with pytest.raises(GateError, match=rf"no gate {words}.*nor can it be fetched"):
+        with pytest.raises(GateError, match=rf"gate {words}.*cannot be fetched"):
             convert(source, MODEL)
 
 
@@ -188,7 +188,7 @@ def of_no_sinks(folder, tmp):
 
 
 MISTAKES = {
-    "nothing there": (lambda folder, tmp: None, "nor can it be fetched"),
+    "nothing there": (lambda folder, tmp: None, "cannot be fetched"),
     "an empty file": (lambda folder, tmp: (tmp / "source").touch(), "without running code"),
     "a text": (lambda folder, tmp: (tmp / "source").write_text(TEXT), "without running code"),
     "half a pickle": (
@@ -198,17 +198,17 @@ MISTAKES = {
     "a pickle of something else": (lambda folder, tmp: torch.save([1, 2], tmp / "source"), "without running code"),
     "numbers for tensors": (lambda folder, tmp: as_pickle(tmp / "source", [{"b": 1.0}] * 3), "more than tensors"),
     "a layer too few": (missing_layer, "2 layers, the model 3"),
-    "another shape": (of_another_shape, "Layer 0 .* no fastkvzip gate of this model's shape"),
+    "another shape": (of_another_shape, "Layer 0 .* the shape of a fastkvzip gate"),
     "no sinks": (of_no_sinks, "Layer 0"),
-    "no config": (altered(lambda source: (source / "config.json").unlink()), "no gate of KVzap"),
+    "no config": (altered(lambda source: (source / "config.json").unlink()), "not a KVzap gate"),
     "a config of something else": (
-        altered(lambda source: (source / "config.json").write_text('{"model_type": "qwen3"}')), "no gate of KVzap"
+        altered(lambda source: (source / "config.json").write_text('{"model_type": "qwen3"}')), "not a KVzap gate"
     ),
-    "a config that is a list": (altered(lambda source: (source / "config.json").write_text("[]")), "no gate of KVzap"),
+    "a config that is a list": (altered(lambda source: (source / "config.json").write_text("[]")), "not a KVzap gate"),
     "no weights": (altered(lambda source: (source / "model.safetensors").unlink()), "0 layers"),
     "damaged weights": (altered(lambda source: (source / "model.safetensors").write_bytes(b"x" * 99)), "damaged"),
     "the other kind": (
-        altered(lambda source: (source / "config.json").write_text('{"model_type": "kvzap"}')), "no kvzap-linear gate"
+        altered(lambda source: (source / "config.json").write_text('{"model_type": "kvzap"}')), "a kvzap-linear gate"
     ),
     "not a number": (
         lambda folder, tmp: as_pickle(

@@ -13,7 +13,7 @@ from restorekv import evictors
 from restorekv.compression.compressor import Eviction
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.kvpress_bridge import FromKVPress
-from restorekv.model.observer import probing
+from restorekv.model.observer import observe_layers
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context
 from restorekv.model.shape import CacheShape
@@ -31,12 +31,12 @@ def make_context(length=T, prefix=3, seed=1):
 
 def score(spec, model, context, chunk=4096):
     evictor = evictors.make(spec)
-    watched = evictor.watch(model, context)
-    if watched is None:
+    observer = evictor.observer(model, context)
+    if observer is None:
         return evictor.score(model, None, context, prefill(model, context.ids, chunk))
-    with probing(model, watched):
+    with observe_layers(model, observer.on_layer):
         full = prefill(model, context.ids, chunk)
-    return evictor.score(model, None, context, full, watched)
+    return evictor.score(model, None, context, full, observer)
 
 
 class Dense:
@@ -133,21 +133,21 @@ def test_expected_attention_of_a_chunked_prefill(tiny_model, chunk):
 def test_the_covariance_stands_a_large_mean():
     """With a common offset of 1e3 raw sums of squares would lose the spread of 1 in float32; deviations keep it."""
     model, context = build_model("llama"), make_context(400, 0)
-    moments = evictors.make("expected-attention").watch(model, context)
+    moments = evictors.make("expected-attention").observer(model, context)
     shape, generator = CacheShape.of(model), torch.Generator().manual_seed(0)
     hidden = torch.randn(400, shape.hidden, generator=generator)
     projection = model.model.layers[0].self_attn.q_proj
     projection.bias = torch.nn.Parameter(torch.full((projection.out_features,), 1e3), requires_grad=False)
     queries = (hidden.double() @ projection.weight.double().T + 1e3).unflatten(-1, (shape.heads, shape.groups, -1))
 
-    class Probe:
+    class View:
         layer, module = 0, model.model.layers[0].self_attn
 
     for start in range(0, 400, 50):
-        probe = Probe()
-        probe.hidden, probe.key = hidden[start : start + 50], torch.zeros(shape.heads, start + 50, shape.head_dim)
-        probe.query = torch.zeros(shape.heads, shape.groups, 50, shape.head_dim)
-        moments(probe)
+        view = View()
+        view.hidden, view.key = hidden[start : start + 50], torch.zeros(shape.heads, start + 50, shape.head_dim)
+        view.query = torch.zeros(shape.heads, shape.groups, 50, shape.head_dim)
+        moments.on_layer(view)
     spread = torch.cov(queries[4:, 0, 0].T, correction=0)
     assert moments.count[0] == 396
     torch.testing.assert_close(moments.spread[0, 0, 0].double() / 396, spread, rtol=1e-3, atol=1e-2)
@@ -240,7 +240,7 @@ def test_a_model_without_q_proj_is_refused():
     model = build_model("llama")
     del model.model.layers[1].self_attn.q_proj
     with pytest.raises(RestoreKVError, match="q_proj"):
-        evictors.make("expected-attention").watch(model, make_context())
+        evictors.make("expected-attention").observer(model, make_context())
 
 
 @pytest.mark.parametrize("press", ["KnormPress", object()])

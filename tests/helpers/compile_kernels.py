@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from restorekv.model.attention import triton_attend
-from restorekv.model.attention.triton_kernels import BIAS, CAUSAL, MASK, NOTHING, VARYING, merge, work
+from restorekv.model.attention.triton_kernels import BIAS, CAUSAL, MASK, NOTHING, VARYING, attend_tile, merge
 
 TYPES = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
 TORCH = {"bf16": triton_attend.torch.bfloat16, "fp16": triton_attend.torch.float16, "fp32": triton_attend.torch.float32}
@@ -52,7 +52,7 @@ def build(kernel, pointers: dict, constants: dict, arch: int, options: dict) -> 
     }  # fmt: skip
 
 
-def build_work(width: int, rows: int, kind: str, masked: bool, arch: int) -> dict:
+def build_tile(width: int, rows: int, kind: str, masked: bool, arch: int) -> dict:
     block_d = triton.next_power_of_2(width)
     m, warps, stages = triton_attend.resources(TORCH[kind], block_d, rows)
     pointers = dict.fromkeys(["query", "context_keys", "context_values", "keys", "values"], kind)
@@ -65,12 +65,12 @@ def build_work(width: int, rows: int, kind: str, masked: bool, arch: int) -> dic
         pointers |= {"bias": kind, "mask": "i1"}
     else:
         constants |= {"bias": None, "mask": None}
-    made = build(work, pointers, constants, arch, {"num_warps": warps, "num_stages": stages})
+    made = build(attend_tile, pointers, constants, arch, {"num_warps": warps, "num_stages": stages})
     return {"width": width, "rows": rows, "dtype": kind, "masked": masked, **made}
 
 
 def main() -> None:
-    found = [build_work(*case, arch) for arch in (80, 90) for case in CASES]
+    found = [build_tile(*case, arch) for arch in (80, 90) for case in CASES]
     pointers = {"parts": "fp32", "sums": "fp32", "first": "i32", "output": "bf16"}
     for arch in (80, 90):
         for m, together, width in ((1, 32, 32), (8, 8, 128)):

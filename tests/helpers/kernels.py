@@ -13,8 +13,9 @@ def without_triton(code: str) -> None:
 
 
 def compiled(script: str) -> list[dict]:
-    """What tests/SCRIPT tells of every kernel that Triton's compiler and NVIDIA's assembler made; no GPU is needed."""
+    """Returns what tests/helpers/SCRIPT prints about compiled kernels; no GPU is needed."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, Path(__file__).parent / script]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-m", f"tests.helpers.{Path(script).stem}"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True)
     return json.loads(done.stdout)

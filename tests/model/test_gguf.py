@@ -131,7 +131,7 @@ def test_a_damaged_cache_is_made_again(file, damage, monkeypatch):
 
 def test_a_killed_conversion_leaves_no_half_folder(file, root):
     code = (
-        "import os, signal, sys; from restorekv import gguf_model; from restorekv.model.load import load_model\n"
+        "import os, signal, sys; from restorekv.model import gguf; from restorekv.model.load import load_model\n"
         "def killed(file, header, folder):\n"
         "    folder.mkdir(); (folder / 'config.json').write_text('{}'); os.kill(os.getpid(), signal.SIGKILL)\n"
         "gguf.convert = killed; load_model(sys.argv[1])"

@@ -15,8 +15,8 @@ from restorekv.errors import RestoreKVError
 from restorekv.evictors.knorm import Knorm
 from restorekv.evictors.kvpress_bridge import FromKVPress
 from restorekv.model import attention, offload
-from restorekv.model.offload import Host, Mapped
-from restorekv.model.prefill import passing, prefill
+from restorekv.model.offload import FileStore, HostStore
+from restorekv.model.prefill import prefill, read_only_view
 from restorekv.model.prompt import Context
 from restorekv.restore.adapter import RestoreAdapter
 from tests.helpers.models import build_model
@@ -26,10 +26,10 @@ SMAPS = Path("/proc/self/smaps")
 METHODS = ["kvzip:chunk=50", "snapkv", "h2o", "knorm", "keydiff", "expected-attention"]
 
 
-@pytest.fixture(params=[Mapped, Host])
+@pytest.fixture(params=[FileStore, HostStore])
 def kind(request, monkeypatch):
-    """Either shelf; the GPU's, without its streams, works on a CPU too."""
-    monkeypatch.setattr(offload, "Mapped", request.param)
+    """Either store; the GPU's, without its streams, works on a CPU too."""
+    monkeypatch.setattr(offload, "FileStore", request.param)
     return request.param
 
 
@@ -48,8 +48,8 @@ def test_a_shelved_prefill_is_a_prefill(tiny_model, kind):
             torch.testing.assert_close(ours.values, theirs.values, rtol=1e-5, atol=1e-6)
     more = ids(81)[:, 75:]
     with torch.no_grad():
-        expected = tiny_model.model(more, past_key_values=passing(plain)).last_hidden_state
-        read = tiny_model.model(more, past_key_values=passing(found)).last_hidden_state
+        expected = tiny_model.model(more, past_key_values=read_only_view(plain)).last_hidden_state
+        read = tiny_model.model(more, past_key_values=read_only_view(found)).last_hidden_state
     torch.testing.assert_close(read, expected, rtol=1e-4, atol=1e-4)
     assert found.get_seq_length() == 75
 
@@ -103,43 +103,45 @@ def test_one_layer_is_in_the_process(evictor, tiny_tokenizer, monkeypatch):
     model = build_model("qwen3", num_hidden_layers=5)
     context = Context(ids(1000), 3, torch.zeros(1, 0, dtype=torch.long))
     layer, seen, before = 2 * 2 * 1000 * 16 * 4, [], resident()
-    put_back = Mapped.put_back  # before another layer's turn, when all that was read or written of one is there
-    monkeypatch.setattr(Mapped, "put_back", lambda self: (seen.append(resident()), put_back(self)))
+    unload = FileStore.unload  # before another layer's turn, when all that was read or written of one is there
+    monkeypatch.setattr(FileStore, "unload", lambda self: (seen.append(resident()), unload(self)))
     adapter = RestoreAdapter.create(model, 4, rank=2)
     with torch.no_grad():
         prepared = Eviction.make(evictor, adapter).prepare(model, tiny_tokenizer, context, offload=True)
-        assert len(prepared.full.layers[0].shelf.maps) == 5
+        assert len(prepared.full.layers[0].store.maps) == 5
         prepared.at(0.3, last=True)
-    assert not prepared.full.layers[0].shelf.maps
+    assert not prepared.full.layers[0].store.maps
     assert len(seen) > 10 and 0 < max(seen) - before <= layer + 4 * 4096
 
 
 def test_two_layers_are_on_the_device():
     """Whatever is read and in whatever order, the one that was asked for and the next."""
     model = build_model("qwen3", num_hidden_layers=6)
-    shelf = Host(6, (2, 40, 16), torch.float32, torch.device("cpu"))
-    full = prefill(model, ids(40), 9, offload.Cache(layers=shelf.layers))
-    assert set(shelf.here) == {5, 0}
+    store = HostStore(6, (2, 40, 16), torch.float32, torch.device("cpu"))
+    full = prefill(model, ids(40), 9, offload.Cache(layers=store.layers))
+    assert set(store.on_device) == {5, 0}
     for index in (0, 1, 2, 5, 3):
         full.layers[index].keys  # noqa: B018
-        assert set(shelf.here) == {index, (index + 1) % 6}
+        assert set(store.on_device) == {index, (index + 1) % 6}
     full.layers[4].keys = None
-    assert 4 not in shelf.here and full.layers[4].store is None
+    assert 4 not in store.on_device and full.layers[4].room is None
 
 
 def test_the_shorter_pair_goes_before_the_next_layer_comes(monkeypatch):
     model, gone = build_model("qwen3", num_hidden_layers=3), []
-    shelf = Host(3, (2, 40, 16), torch.float32, torch.device("cpu"))
-    full = prefill(model, ids(30), into=offload.Cache(layers=shelf.layers))
+    store = HostStore(3, (2, 40, 16), torch.float32, torch.device("cpu"))
+    full = prefill(model, ids(30), into=offload.Cache(layers=store.layers))
     full.layers[1].keys  # noqa: B018
-    old, fetch = weakref.ref(shelf.here[1][0]), Host.fetch
-    monkeypatch.setattr(Host, "fetch", lambda self, layer: gone.append((layer.index, old())) or fetch(self, layer))
-    shelf.here.pop(2)
+    old, fetch = weakref.ref(store.on_device[1][0]), HostStore.copy_to_device
+    monkeypatch.setattr(
+        HostStore, "copy_to_device", lambda self, layer: gone.append((layer.index, old())) or fetch(self, layer)
+    )
+    store.on_device.pop(2)
     full.layers[1].update(torch.zeros(1, 2, 10, 16), torch.zeros(1, 2, 10, 16))
     assert gone == [(2, None)] and full.layers[1].keys.shape[2] == 40
 
 
-def test_a_shelf_is_written_by_update_alone(tiny_model, kind):
+def test_a_store_is_written_by_update_alone(tiny_model, kind):
     full = prefill(tiny_model, ids(9), into=offload.offloaded(tiny_model, 9))
     with pytest.raises(ValueError, match="update alone"):
         full.layers[0].keys = torch.zeros(1)
@@ -179,8 +181,8 @@ def test_the_files_have_their_blocks_before_they_are_written(monkeypatch):
         return mapped(number, nbytes)
 
     monkeypatch.setattr(offload.mmap, "mmap", mapping)
-    shelf = Mapped(3, (2, 5000, 16), torch.float32, torch.device("cpu"))
-    assert len(sizes) == len(shelf.maps) == 3 and min(sizes) >= shelf.nbytes
+    store = FileStore(3, (2, 5000, 16), torch.float32, torch.device("cpu"))
+    assert len(sizes) == len(store.maps) == 3 and min(sizes) >= store.nbytes
 
 
 def test_a_scorer_with_a_cache_of_its_own_does_not_offload(tiny_model, tiny_tokenizer, monkeypatch):

@@ -9,7 +9,7 @@ from restorekv.compression.compressor import Eviction
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.attend import attention_blocks
 from restorekv.model.attention import blocked
-from restorekv.model.observer import probing
+from restorekv.model.observer import observe_layers
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context
 from tests.helpers.models import build_model
@@ -26,12 +26,12 @@ def matrices(model, context):
     """(L, H, G, S + T, S + T) float64: causal attention weights of one plain prefill in double precision."""
     found = {}
 
-    def see(probe):
-        logits = probe.query.double() @ probe.key.double()[:, None].transpose(-1, -2) / probe.query.shape[-1] ** 0.5
+    def on_layer(view):
+        logits = view.query.double() @ view.key.double()[:, None].transpose(-1, -2) / view.query.shape[-1] ** 0.5
         later = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
-        found[probe.layer] = logits.masked_fill(later, float("-inf")).softmax(-1)
+        found[view.layer] = logits.masked_fill(later, float("-inf")).softmax(-1)
 
-    with probing(model.double(), see):
+    with observe_layers(model.double(), on_layer):
         prefill(model, context.ids)
     model.float()
     return torch.stack([found[layer] for layer in sorted(found)])
@@ -39,12 +39,12 @@ def matrices(model, context):
 
 def score(spec, model, context, chunk=4096):
     evictor = evictors.make(spec)
-    watched = evictor.watch(model, context)
-    if watched is None:
-        return evictor.score(model, None, context, prefill(model, context.ids, chunk), watched)
-    with probing(model, watched):
+    observer = evictor.observer(model, context)
+    if observer is None:
+        return evictor.score(model, None, context, prefill(model, context.ids, chunk), observer)
+    with observe_layers(model, observer.on_layer):
         full = prefill(model, context.ids, chunk)
-    return evictor.score(model, None, context, full, watched)
+    return evictor.score(model, None, context, full, observer)
 
 
 def reduced(weights, groups):
@@ -131,7 +131,7 @@ def test_no_square_matrix(monkeypatch):
 def test_h2o_leaves_the_prefill_alone(tiny_model):
     """It computes attention itself, and what it gives is what the model gives without it."""
     context, evictor = make_context(), evictors.make("h2o:diagonal=false")
-    with probing(tiny_model, evictor.watch(tiny_model, context)):
+    with observe_layers(tiny_model, evictor.observer(tiny_model, context).on_layer):
         watched = prefill(tiny_model, context.ids, 20)
     for ours, plain in zip(watched.layers, prefill(tiny_model, context.ids).layers, strict=True):
         torch.testing.assert_close(ours.keys, plain.keys, rtol=1e-4, atol=1e-5)

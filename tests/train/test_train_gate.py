@@ -11,7 +11,7 @@ from restorekv import evictors
 from restorekv.errors import RestoreKVError
 from restorekv.evictors import gate_file
 from restorekv.evictors.kvzap import KVzap
-from restorekv.model.observer import probing
+from restorekv.model.observer import observe_layers
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import make_context
 from restorekv.model.shape import CacheShape
@@ -134,7 +134,7 @@ def test_features_are_inputs_and_scores_of_the_same_tokens(tiny_model, tiny_toke
     found = collect(tiny_model, tiny_tokenizer, TEXTS, "kvzip+", 20, 0, tmp_path / "f")
     assert found.hidden.shape == (60, 3, 32) and found.document.tolist() == [0] * 20 + [1] * 20 + [2] * 20
     context, inputs = make_context(tiny_tokenizer, TEXTS[1]), {}
-    with probing(tiny_model, lambda probe: inputs.update({probe.layer: probe.hidden})):
+    with observe_layers(tiny_model, lambda view: inputs.update({view.layer: view.hidden})):
         full = prefill(tiny_model, context.ids)
     inputs = torch.stack([inputs[layer] for layer in range(3)])[:, context.prefix :]
     scores = evictors.make("kvzip+").score(tiny_model, tiny_tokenizer, context, full)

@@ -1,1 +1,1 @@
-"""The KV cache: rows of the context of unlike lengths per head, what follows them, and how they are held."""
+"""The compressed KV cache: a context with its own length in every head, a tail that grows, and 8-bit storage."""

@@ -1,9 +1,9 @@
-"""Several compressed documents behind one batch: rows of different contexts in one pass of the model.
+"""Several compressed documents in one batch: its rows ask different contexts in one pass of the model.
 
-Of a layer every document keeps its own context and its own tail, for as many rows as it has questions; what a pass
-appends is dealt out by rows, and attention is computed document by document. Everything else sees one batch. The tails
-end together and begin apart, as they hold different numbers of restore tokens: the last columns of a mask are a tail's.
-Positions differ from row to row and are the caller's business.
+In each layer every document keeps its own context and its own tail, with one row per question. New pairs go to the
+documents' rows and attention is computed document by document; everything else sees one batch. The tails end together
+but start at different columns, since they hold different numbers of restore tokens: a tail corresponds to the last
+columns of the mask. Positions differ from row to row and are up to the caller.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
+from restorekv.cache.tail import CompressedLayer
 
 
-class MultiContextLayer(CacheLayerMixin):
-    """One layer of all documents; `parts` hold neighbouring rows of the batch, the first part the first rows."""
+class MultiContextLayer(CompressedLayer):
+    """One layer of all documents; the first part holds the first rows of the batch, and so on."""
 
-    is_sliding = False
+    seen = 0  # masks and positions are the caller's
 
     def __init__(self, parts: Sequence[RaggedLayer]) -> None:
         super().__init__()
@@ -34,12 +35,12 @@ class MultiContextLayer(CacheLayerMixin):
 
     @property
     def columns(self) -> int:
-        """Of the longest tail."""
+        """Columns of the longest tail."""
         return max(part.columns for part in self.parts)
 
     @property
     def rows(self) -> list[int]:
-        """Of each part."""
+        """The number of rows of each part."""
         return [len(part.keys) for part in self.parts]
 
     @property
@@ -48,7 +49,7 @@ class MultiContextLayer(CacheLayerMixin):
         return sum(self.rows), self.heads, self.columns, self.parts[0].keys.shape[-1]
 
     def split(self, query: Tensor, mask: Tensor | None) -> Iterator[tuple[RaggedLayer, Tensor, Tensor | None]]:
-        """query (B, H*G, Q, D), mask (B or 1, 1, Q, columns) or None -> every part with its queries and its mask."""
+        """Yields each part with its rows of query (B, H*G, Q, D) and of the mask (B or 1, 1, Q, columns) or None."""
         masks = [None] * len(self.parts)
         if mask is not None:
             masks = mask.expand(len(query), -1, -1, -1).split(self.rows)
@@ -56,36 +57,18 @@ class MultiContextLayer(CacheLayerMixin):
             yield part, queries, None if own is None else own[..., own.shape[-1] - part.columns :]
 
     def fix(self, count: int, moved: Tensor) -> None:
-        """Of every part; see TailLayer."""
+        """Fixes the tail of every part; see TailLayer."""
         for part in self.parts:
             part.fix(count, moved)
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple:
-        """Appends (B, H, Q, D) to the tails and hands itself to the attention function, twice."""
+        """Appends (B, H, Q, D) to the tails; see TailLayer."""
         for part, *states in zip(self.parts, key_states.split(self.rows), value_states.split(self.rows), strict=True):
             part.update(*states)
         return self, self
 
-    def lazy_initialization(self, *_: object) -> None:
-        """A compressed layer is born complete."""
-
-    def get_seq_length(self, *_: object) -> int:
-        """Columns before the next one, for masks; the contexts have none."""
-        return self.columns
-
-    def get_mask_sizes(self, query: int | Tensor) -> tuple[int, int]:
-        """As TailLayer's, of the longest tail."""
-        return self.columns + (query.shape[0] if isinstance(query, Tensor) else query), 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        """`get_max_length` under the name that transformers 5.2 asks for."""
-        return -1
-
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps these rows, in ascending order; a document without rows is left out."""
+        """Keeps these rows, given in ascending order, and drops documents that have none left."""
         kept, first = [], 0
         for part, rows in zip(self.parts, self.rows, strict=True):
             own = indices[(indices >= first) & (indices < first + rows)] - first
@@ -97,7 +80,7 @@ class MultiContextLayer(CacheLayerMixin):
 
 
 def forked(caches: Sequence[RaggedCache]) -> Cache:
-    """A cache for a batch whose row i asks caches[i]: a fork where all are one, otherwise joint."""
+    """Returns a cache for a batch whose row i asks caches[i]; where all are the same cache, that is a plain fork."""
     forks = [cache.fork(len(list(rows))) for cache, rows in groupby(caches, key=lambda cache: cache)]
     if len(forks) == 1:
         return forks[0]

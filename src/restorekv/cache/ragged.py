@@ -1,9 +1,9 @@
-"""A compressed cache: a frozen ragged context beside a dense tail that grows.
+"""A compressed cache: a frozen ragged context and a dense tail that grows.
 
-After eviction the heads of a layer keep different numbers of pairs, while whatever comes later (restore
-cache, question, answer) has one length in every head. So a layer holds flat context keys and values (N, D),
-written once and shared by every fork, and an ordinary tail (B, H, n + q, D) that begins with the restore
-cache: Concat(retained, restore) of the paper is (context, tail[:n]). Positions count tokens seen, not kept.
+After eviction the heads of a layer keep different numbers of pairs, while everything that follows (restore cache,
+question, answer) has one length in every head. So a layer holds flat context keys and values (N, D), which are written
+once and shared by all forks, and an ordinary tail (B, H, n + q, D) that starts with the restore cache. The paper's
+Concat(retained, restore) is (context, tail[:n]). Positions count tokens seen, not kept.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from restorekv.errors import RestoreKVError
 
 
 class RaggedLayer(TailLayer):
-    """One layer: a context, and the tail behind it.
+    """One layer: a context and the tail that follows it.
 
-    context_keys, context_values (N, D), in 8 bits if Packed; offsets (H + 1,) int32: head h owns the rows
-    offsets[h]:offsets[h + 1]; positions (N,) int32, the column of the full cache that each row came from; bias (N,)
+    context_keys, context_values (N, D), in 8 bits if Packed; offsets (H + 1,) int32: head h has the rows
+    offsets[h]:offsets[h + 1]; positions (N,) int32: the column of the full cache that each row came from; bias (N,) is
     added to the logits, or None.
     """
 
@@ -44,8 +44,8 @@ class RaggedLayer(TailLayer):
         super().__init__(restore_keys, restore_values, seen)
         self.context_keys, self.context_values = context_keys, context_values
         self.offsets, self.positions, self.bias = offsets, positions, bias
-        self.bounds = tuple(offsets.tolist())  # reading offsets on every token would wait for the device
-        self.plans: dict[str, object] = {}  # what a backend worked out from the bounds; forks share it, files never do
+        self.bounds = tuple(offsets.tolist())  # on the host: reading offsets at every token would wait for the device
+        self.plans: dict[str, object] = {}  # what a backend derives from the bounds; shared by forks, never saved
 
     @property
     def longest(self) -> int:
@@ -53,41 +53,38 @@ class RaggedLayer(TailLayer):
         return max(end - start for start, end in pairwise(self.bounds))
 
     def fork(self, batch: int = 1) -> RaggedLayer:
-        """The same context and restore cache, with a tail of its own for `batch` questions."""
+        """Returns a layer with the same context and restore cache and its own tail, for `batch` questions."""
         layer = copy.copy(self)
         layer.spread(batch)
         return layer
 
     def tensors(self) -> list[Tensor]:
-        """Everything the layer holds; the restore cache counts once while it is still the whole tail."""
-        held = [x for rows in (self.context_keys, self.context_values) for x in quantized.tensors_of(rows)]
-        held += [self.offsets, self.positions]
-        held += [] if self.bias is None else [self.bias]
-        held += [self.restore_keys, self.restore_values]
-        if self.room:
-            return [*held, *self.room]
-        return held + ([self.keys, self.values] if self.columns > self.restore else [])
+        """Returns every tensor of the layer; the restore cache counts once while it is still the whole tail."""
+        tensors = [x for rows in (self.context_keys, self.context_values) for x in quantized.tensors_of(rows)]
+        tensors += [self.offsets, self.positions, self.restore_keys, self.restore_values]
+        tensors += [] if self.bias is None else [self.bias]
+        return tensors + list(self.room or (self.pair if self.columns > self.restore else ()))
 
 
 class WholeLayer(RaggedLayer):
-    """All pairs of a dense layer, as views of it, beside a tail: what a restore pass reads and what it leaves.
+    """All pairs of a dense layer, as views of it, and a tail: what a restore pass reads and where it writes.
 
-    joined: attention gets dense keys and values, context and tail in one copy, as from a DynamicCache; otherwise, as
-    from every ragged layer, the layer itself.
+    With `joined`, attention gets dense keys and values with context and tail in one copy, as from a DynamicCache;
+    otherwise it gets the layer itself, as from every ragged layer.
     """
 
     def __init__(self, dense: DynamicLayer, joined: bool) -> None:
         keys, values = dense.keys.contiguous(), dense.values.contiguous()
-        # In place too, so that of all layers just one is ever there twice; after a prefill they all are. An offloaded
-        # layer has no keys of its own: it lends them.
+        # Replaced in the dense layer too, so that at most one layer exists twice (after a prefill, all are contiguous).
+        # An offloaded layer has no keys of its own to replace.
         if "keys" in vars(dense):
             dense.keys, dense.values = keys, values
         keys, values = keys.detach(), values.detach()
         heads, columns = keys.shape[1:3]
         offsets = torch.arange(heads + 1, dtype=torch.int32, device=keys.device) * columns
         positions = torch.arange(columns, dtype=torch.int32, device=keys.device).repeat(heads)
-        flat, nothing = (x[0].flatten(0, 1) for x in (keys, values)), (x[:, :, :0] for x in (keys, values))
-        super().__init__(*flat, offsets, positions, columns, *nothing)
+        flat, empty = (x[0].flatten(0, 1) for x in (keys, values)), (x[:, :, :0] for x in (keys, values))
+        super().__init__(*flat, offsets, positions, columns, *empty)
         self.joined = joined
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple:
@@ -96,7 +93,7 @@ class WholeLayer(RaggedLayer):
         if not self.joined:
             return self, self
         context = (x.unflatten(0, (self.heads, -1))[None] for x in (self.context_keys, self.context_values))
-        return tuple(torch.cat(pair, -2) for pair in zip(context, (self.keys, self.values), strict=True))
+        return tuple(torch.cat(pair, -2) for pair in zip(context, self.pair, strict=True))
 
     def get_mask_sizes(self, query: int | Tensor) -> tuple[int, int]:
         tail, seen = super().get_mask_sizes(query)
@@ -120,31 +117,29 @@ class RaggedCache(Cache):
         offset: int = 0,
         consume: bool = False,
     ) -> RaggedCache:
-        """Gathers what `keep` (L, H, S + T) bool marks, with `restore_cache` beside it.
+        """Gathers the pairs that `keep` (L, H, S + T) bool marks and adds `restore_cache`.
 
-        `restore_cache` holds keys and values (1, H, n, D) of every layer; without it, these are the columns of `full`
-        beyond S + T. `offset` makes questions start so many positions later (a control of the paper's). Gradients
-        reach the restore cache and never the context, though both may have been cut from one tensor. `consume` empties
-        each layer of `full` before the next is gathered: full and ragged cache never stand side by side.
+        `restore_cache` holds keys and values (1, H, n, D) of every layer; by default these are the columns of `full`
+        after the first S + T. `offset` moves the positions of questions (a control of the paper). Gradients reach the
+        restore cache and never the context, even if both are views of one tensor. `consume` empties each layer of
+        `full` before the next is gathered, so that the full and the ragged cache never exist side by side.
         """
         columns = keep.shape[-1]
         if restore_cache is None:
             restore_cache = ((layer.keys[:, :, columns:], layer.values[:, :, columns:]) for layer in full.layers)
         layers = []
-        for dense, kept, (restore_keys, restore_values) in zip(full.layers, keep, restore_cache, strict=True):
+        for dense, kept, restored in zip(full.layers, keep, restore_cache, strict=True):
             kept = kept.to(dense.keys.device)
-            heads, places = kept.nonzero(as_tuple=True)
+            heads, columns_kept = kept.nonzero(as_tuple=True)
             counts = kept.sum(-1).cumsum(0)
             layers.append(
                 RaggedLayer(
-                    dense.keys.detach()[0][heads, places],
-                    dense.values.detach()[0][heads, places],
+                    dense.keys.detach()[0][heads, columns_kept],
+                    dense.values.detach()[0][heads, columns_kept],
                     torch.cat([counts.new_zeros(1), counts]).to(torch.int32),
-                    places.to(torch.int32),
+                    columns_kept.to(torch.int32),
                     columns + offset,
-                    # Cloned: a view would keep the whole full cache alive.
-                    restore_keys.clone(),
-                    restore_values.clone(),
+                    *(x.clone() for x in restored),  # a view would keep the whole full cache alive
                 )
             )
             if consume:
@@ -154,21 +149,21 @@ class RaggedCache(Cache):
 
     @classmethod
     def whole(cls, full: DynamicCache, joined: bool) -> RaggedCache:
-        """Every pair of `full`, which stays as it is, for a pass whose own pairs become the tails; see WholeLayer."""
+        """Returns every pair of `full`, which is not changed, for a pass whose own pairs go to the tails."""
         return cls([WholeLayer(layer, joined) for layer in full.layers])
 
-    def store(self, how: str) -> None:
-        """Holds the context in 8 bits a number from now on, "int8" or "fp8", layer by layer; see quantized.py."""
+    def store(self, storage: str) -> None:
+        """Converts the context to "int8" or "fp8", layer by layer; see quantized.py."""
         for layer in self.layers:
             rows = layer.context_keys, layer.context_values
-            layer.context_keys, layer.context_values = quantized.pack(*rows, layer.bounds, how)
+            layer.context_keys, layer.context_values = quantized.pack(*rows, layer.bounds, storage)
 
     def fork(self, batch: int = 1) -> RaggedCache:
-        """Shares the context and the restore cache; the tail is its own."""
+        """Returns a cache that shares the context and the restore cache and has its own tail."""
         return RaggedCache([layer.fork(batch) for layer in self.layers])
 
     def settle(self) -> None:
-        """What the tails hold now becomes the restore cache."""
+        """Makes what the tails hold now the restore cache."""
         for layer in self.layers:
             layer.settle()
 
@@ -179,7 +174,7 @@ class RaggedCache(Cache):
 
     @property
     def positions(self) -> int:
-        """S + T, the positions the context occupied, and the offset, if any."""
+        """S + T, the positions that the context occupied, plus the offset if there is one."""
         return self.layers[0].seen
 
     @property
@@ -193,11 +188,11 @@ class RaggedCache(Cache):
         return torch.stack([layer.offsets.diff().long().cpu() for layer in self.layers])
 
     def to_dynamic_cache(self) -> DynamicCache:
-        """A plain transformers cache with copies of context and restore cache, where every head keeps equally many.
+        """Returns a plain transformers cache with copies of context and restore cache.
 
         transformers takes a plain cache's length for the number of tokens seen, which is too low here: pass
         position_ids that start at `get_seq_length()` of this cache, as `CompressedContext.plain_inputs` does.
-        Refuses ragged heads and a bias.
+        Refuses heads of different lengths and a bias.
         """
         if len(self.lengths.unique()) > 1 or any(layer.bias is not None for layer in self.layers):
             raise RestoreKVError(
@@ -216,10 +211,10 @@ class RaggedCache(Cache):
         return sum(layer.bounds[-1] + layer.heads * layer.restore for layer in self.layers)
 
     def pairs_of_prefix(self, prefix: int) -> int:
-        """Kept pairs that came from the first `prefix` columns."""
+        """Returns how many kept pairs came from the first `prefix` columns."""
         return sum(int((layer.positions < prefix).sum()) for layer in self.layers)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of every tensor held, plans included; the tail counts with whatever it holds now."""
+        """Bytes of every tensor, plans included; the tail counts with what it holds now."""
         return sum(getattr(x, "nbytes", 0) for layer in self.layers for x in (*layer.tensors(), *layer.plans.values()))

@@ -30,9 +30,8 @@ from restorekv.compression.streaming import Stream, parts
 from restorekv.errors import AdapterError, BudgetError, RestoreKVError, RestoreKVWarning
 from restorekv.model import attention
 from restorekv.model.load import SHIPPING, canonical, model_name, shipped_path
-from restorekv.model.memory import trim_heap
-from restorekv.model.observer import probing
-from restorekv.model.offload import offloaded
+from restorekv.model.observer import observe_layers
+from restorekv.model.offload import offloaded, trim_heap
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context, default_between, make_context
 from restorekv.model.shape import CacheShape
@@ -91,12 +90,13 @@ class Eviction:
         seconds: dict[str, float] = {}
         with torch.no_grad():
             tell("prefill")
-            watched = self.evictor.watch(model, context)
-            with timed(seconds, "prefill"), probing(model, watched) if watched else nullcontext():
+            observer = self.evictor.observer(model, context)
+            observing = observe_layers(model, observer.on_layer) if observer else nullcontext()
+            with timed(seconds, "prefill"), observing:
                 full = prefill(model, context.ids, into=offloaded(model, context.positions) if offload else None)
             tell("score")
             with timed(seconds, "score"):
-                scores = self.evictor.score(model, tokenizer, context, full, watched)
+                scores = self.evictor.score(model, tokenizer, context, full, observer)
         prepared = PreparedContext(model, context, full, scores, self.conventions, 0, seconds)
         if self.adapter is None:
             return prepared

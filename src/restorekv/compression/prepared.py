@@ -19,7 +19,7 @@ from restorekv.compression.allocate import GLOBAL, Allocation
 from restorekv.compression.budget import ON_TIGHT, PREFIX_POLICIES, Budget, OnTight, PrefixPolicy
 from restorekv.errors import BudgetError, RestoreKVError
 from restorekv.model import attention
-from restorekv.model.prefill import passing
+from restorekv.model.prefill import read_only_view
 from restorekv.model.prompt import Context
 from restorekv.model.shape import CacheShape
 from restorekv.restore.adapter import RestoreAdapter
@@ -116,7 +116,7 @@ class PreparedContext:
         if self.conventions.restore_from == "evicted":
             return replace(self, restorer=adapter, restore_tokens=adapter.restore_tokens)
         seconds = dict(self.seconds)
-        cache = passing(self.full) if self.joined() else RaggedCache.whole(self.full, joined=False)
+        cache = read_only_view(self.full) if self.joined() else RaggedCache.whole(self.full, joined=False)
         with timed(seconds, "restore"):
             adapter.append(cache)
         made = tuple((layer.keys, layer.values) for layer in cache.layers)

@@ -34,8 +34,8 @@ from restorekv.compression.prepared import SINKS, CompressionConfig, Ratio, time
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.evictors import Evictor
 from restorekv.model import attention
-from restorekv.model.observer import probing
-from restorekv.model.prefill import passing, prefill
+from restorekv.model.observer import observe_layers
+from restorekv.model.prefill import prefill, read_only_view
 from restorekv.model.prompt import Context
 from restorekv.model.shape import CacheShape
 from restorekv.restore.adapter import RestoreAdapter
@@ -130,11 +130,12 @@ class Stream:
         """Prefills a part over what is held and writes its scores; the tail is then prefix and part."""
         seen = portion(self.context, part)
         evictor = self.evictor if cache is None else self.evictor.later(seen)
-        watched = evictor.watch(self.model, seen)
-        with timed(self.seconds, "prefill"), probing(self.model, watched) if watched else nullcontext():
+        observer = evictor.observer(self.model, seen)
+        observing = observe_layers(self.model, observer.on_layer) if observer else nullcontext()
+        with timed(self.seconds, "prefill"), observing:
             full = prefill(self.model, seen.ids if cache is None else seen.ids[:, seen.prefix :], into=cache)
         with timed(self.seconds, "score"):
-            found = evictor.score(self.model, self.tokenizer, seen, full, watched)
+            found = evictor.score(self.model, self.tokenizer, seen, full, observer)
         here = self.scores[..., part.start : part.settled]
         here.copy_(found[..., : here.shape[-1]].clamp_min(torch.finfo(found.dtype).min))
         if cache is None and self.conventions.prefix_policy == "counted":
@@ -147,7 +148,7 @@ class Stream:
         if not tokens or self.conventions.restore_from != "full":
             return []
         with timed(self.seconds, "restore"):
-            reading = passing(cache)
+            reading = read_only_view(cache)
             self.restorer.append(reading, tokens)
         return [(layer.keys[:, :, -tokens:].clone(), layer.values[:, :, -tokens:].clone()) for layer in reading.layers]
 

@@ -19,25 +19,11 @@ from restorekv.evictors.tova import TOVA
 
 __all__ = ["EVICTORS", "Evictor", "make"]
 
-EVICTORS: dict[str, type[Evictor]] = {
-    "kvzip": KVzip,
-    "kvzip+": KVzipPlus,
-    "contrastkv": ContrastKV,
-    "contrastkv-simple": ContrastKVSimple,
-    "snapkv": SnapKV,
-    "h2o": H2O,
-    "fastkvzip": FastKVzip,
-    "kvzap": KVzap,
-    "expected-attention": ExpectedAttention,
-    "keydiff": KeyDiff,
-    "knorm": Knorm,
-    "streaming": Streaming,
-    "tova": TOVA,
-    "random": Random,
-    "kvpress": FromKVPress,
-}
+CLASSES = (KVzip, KVzipPlus, ContrastKV, ContrastKVSimple, SnapKV, H2O, FastKVzip, KVzap, ExpectedAttention, KeyDiff,
+           Knorm, Streaming, TOVA, Random, FromKVPress)  # fmt: skip
+EVICTORS: dict[str, type[Evictor]] = {each.name: each for each in CLASSES}
 
 
 def make(text: str) -> Evictor:
-    """An evictor from its spec."""
+    """Returns the evictor of a spec."""
     return spec.parse(text, EVICTORS, "evictor")

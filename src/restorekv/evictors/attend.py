@@ -1,4 +1,4 @@
-"""Causal attention weights, a block of rows at a time: what scorers reduce, never a whole Q x K matrix."""
+"""Causal attention weights in blocks of rows, for scorers that reduce them: a whole Q x K matrix never exists."""
 
 from collections.abc import Iterator
 
@@ -10,14 +10,15 @@ try:
 except ImportError:  # an extra: pip install 'restorekv[triton]'
     triton_maxima = None
 
-BLOCK = 1 << 22  # weights held at once
+BLOCK = 1 << 22  # weights in a block
+REDUCTIONS = ("max", "mean")
 
 
 def attention_blocks(query: Tensor, key: Tensor, block: int = BLOCK) -> Iterator[tuple[int, int, Tensor]]:
     """query (H, G, Q, D), key (H, K, D), of which the last Q are the queries' own -> (low, high, weights).
 
-    weights (H, G, high - low, K - Q + high) float32 are the softmax of the rows [low, high) over every key that any
-    of them sees; a row needs no other row, so one pass over the blocks is exact. Logits are scaled by 1 / sqrt(D).
+    weights (H, G, high - low, K - Q + high) float32 are the softmax of the rows [low, high), with logits scaled by
+    1 / sqrt(D), over every key that any of them sees. Rows are independent, so one pass over the blocks is exact.
     """
     heads, groups, rows, dim = query.shape
     before = key.shape[1] - rows
@@ -34,13 +35,10 @@ def attention_blocks(query: Tensor, key: Tensor, block: int = BLOCK) -> Iterator
 
 
 def on_gpu(query: Tensor) -> bool:
-    """Whether the kernels of triton_maxima.py are here and can take this query; else attention/blocked.py does."""
+    """Returns whether triton_maxima.py is installed and can take this query; otherwise attention/blocked.py is used."""
     return triton_maxima is not None and triton_maxima.usable(query)
 
 
-def over_groups(values: Tensor, how: str) -> Tensor:
-    """(H, G, ...) -> (H, ...): "max" or "mean" over the query heads that share a KV head."""
-    return values.amax(1) if how == "max" else values.mean(1)
-
-
-REDUCTIONS = ("max", "mean")
+def over_groups(values: Tensor, reduction: str) -> Tensor:
+    """Reduces (H, G, ...) to (H, ...) by the "max" or "mean" over the query heads that share a KV head."""
+    return values.amax(1) if reduction == "max" else values.mean(1)

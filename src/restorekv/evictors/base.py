@@ -1,7 +1,7 @@
-"""What an evictor is: scores for every pair of a context, computed without seeing a question."""
+"""The interface of evictors: they score every pair of a context without seeing a question."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -11,61 +11,61 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import spec
-from restorekv.model.observer import LayerProbe
+from restorekv.errors import RestoreKVError
+from restorekv.model.observer import Observer
 from restorekv.model.prompt import Context
 
-Watch = Callable[[LayerProbe], None]
-Watched = TypeVar("Watched")
+Model, Cache = PreTrainedModel, DynamicCache
+AnyObserver = TypeVar("AnyObserver", bound=Observer)
 
 
 @dataclass(frozen=True)
 class Evictor(ABC):
-    """A frozen dataclass whose fields are the method's hyper-parameters."""
+    """A frozen dataclass whose fields are the method's hyperparameters."""
 
     name: ClassVar[str]
-    streams: ClassVar[bool] = True  # scores of parts of a context, each after the prefix, can be compared
-    offloads: ClassVar[bool] = True  # reads the full cache that it is given, and makes none of its own
+    streams: ClassVar[bool] = True  # scores of the parts of a context, each after the prefix, can be compared
+    offloads: ClassVar[bool] = True  # reads the full cache that it gets and makes none itself
 
     @property
     def spec(self) -> str:
-        """The shortest spec that makes this evictor."""
+        """The shortest spec of this evictor."""
         return spec.write(self.name, self)
 
-    def identity(self, model: PreTrainedModel) -> str:
-        """What decides the scores of `model`, for records: the spec, with files told by what is in them."""
+    def identity(self, model: Model) -> str:
+        """Returns what determines the scores, for records: the spec, with a digest in place of a file's name."""
         return self.spec
 
     def latest(self, context: Context) -> int:
-        """How many columns at the end of `context` always stay, whatever they are."""
+        """Returns how many columns at the end of `context` are always kept."""
         return 0
 
     def later(self, context: Context) -> Self:
-        """The evictor for a part of a text that does not begin it, which stands behind the prefix of `context`: what is
-        pinned because the text begins with it is pinned in the first part alone."""
+        """Returns the evictor for every part of a text after the first, which pins no attention sinks.
+
+        `context` is such a part after the prefix.
+        """
         return self
 
-    def watch(self, model: PreTrainedModel, context: Context) -> Watch | None:
-        """A fresh object that is called with every layer's probe while the context is prefilled, in chunks of any
-        size, and then handed to `score`; None for methods that need no look at the prefill."""
+    def observer(self, model: Model, context: Context) -> Observer | None:
+        """Returns a new observer of the context's prefill, in chunks of any size, which `score` then gets; or None."""
         return None
 
-    def seen(self, watched: Watched | None) -> Watched:
-        """What `watch` returned, for methods that cannot score without it."""
-        if watched is None:
-            raise ValueError(f"{self.name} watches the prefill; pass what watch() returned")
-        return watched
+    def require_observer(self, observer: AnyObserver | None) -> AnyObserver:
+        """Returns the observer, for methods that cannot score without it."""
+        if observer is None:
+            raise ValueError(f"{self.name} observes the prefill; pass what observer() returned")
+        return observer
 
     @abstractmethod
-    def score(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, context: Context, full: DynamicCache, watched: Any = None
-    ) -> Tensor:
-        """(L, H, T) float32 for the T tokens after the prefix, higher = keep; `full` (S + T) stays as it is."""
+    def score(self, model: Model, tokenizer: Tokenizer, context: Context, full: Cache, observer: Any = None) -> Tensor:
+        """Returns (L, H, T) float32, higher = keep, for the T tokens after the prefix; leaves `full` (S + T) alone."""
 
 
 def pin(scores: Tensor, columns: Iterable[int]) -> Tensor:
-    """Scores (L, H, T) with `columns` above all others, in every head, the last named highest.
+    """Raises `columns` of the scores (L, H, T) above all others in every head, the last named highest.
 
-    The order decides what stays when a budget is smaller than what is pinned: the same columns in all heads.
+    The order decides what is kept when a budget is smaller than what is pinned: the same columns in all heads.
     """
     columns = list(columns)
     scores = scores.clone()
@@ -75,3 +75,10 @@ def pin(scores: Tensor, columns: Iterable[int]) -> Tensor:
         gap = torch.nextafter(highest, highest.new_tensor(torch.inf)) - highest  # above 2^24 adding 1 changes nothing
         scores[..., columns] = highest + above * (2 * gap).clamp_min(1)
     return scores
+
+
+def at_least_zero(evictor: Evictor, *names: str) -> None:
+    """Refuses negative settings."""
+    for name in names:
+        if getattr(evictor, name) < 0:
+            raise RestoreKVError(f"{evictor.name} takes {name} >= 0, not {getattr(evictor, name)}.")

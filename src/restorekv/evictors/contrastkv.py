@@ -1,12 +1,12 @@
-"""ContrastKV (Chen et al., ACL 2026, 2026.acl-long.417): what a repetition looks at, against what any text looks at.
+"""ContrastKV (Chen et al., ACL 2026, 2026.acl-long.417): what a repetition attends to, against what any text does.
 
-Two signals of shape (L, H, T) are collected over the whole context, chunk after chunk, and then fused once. Both are
-KVzip's column maxima (rows and query heads of the pass; softmax over sinks, chunk and the pass's own pairs):
+Two signals of shape (L, H, T) are collected over the whole context, chunk after chunk, and then fused. Both are KVzip's
+column maxima (rows and query heads of the pass; softmax over sinks, chunk and the pass's own pairs):
 
     S+  of a pass that reconstructs the chunk,
-    S-  of a pass of `noise` tokens drawn uniformly: columns that draw attention whatever is read.
+    S-  of a pass of `noise` tokens drawn uniformly: columns that get attention whatever is read.
 
-Head level, with quantiles of each signal over the T columns of one layer and head (linear between neighbours):
+Head level, with quantiles of each signal over the T columns of one layer and head (linear between neighbors):
 
     both at or above their (1 - beta)-quantile -> 1;  both at or below their beta-quantile -> 0;  the rest undecided.
 
@@ -14,10 +14,10 @@ Layer level, for the undecided, with minima, maxima and ranks over the H * T pai
 
     min(S+ + bump, max S+)
 
-where `bump` is what the two evictors differ in. A pair that is both high and low, as when nothing varies, gets 1.
-The noise comes from a generator of its own on the CPU, a new draw for every chunk in their order, so that a seed gives
-the same tokens on every device. The vocabulary is what the tokenizer names, special tokens included; rows that only
-pad the embedding table are left out.
+where `bump` is what distinguishes the two evictors. A pair that is both high and low, as when nothing varies, gets 1.
+Noise comes from its own generator on the CPU, with new draws for every chunk in order, so that a seed gives the same
+tokens on every device. It is drawn from the tokenizer's vocabulary, special tokens included, without the rows that only
+pad the embedding table.
 """
 
 from dataclasses import dataclass, replace
@@ -25,12 +25,10 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.errors import RestoreKVError
+from restorekv.evictors.base import Cache, Context, Model, Tokenizer
 from restorekv.evictors.kvzip import KVzip, Repetition, repetitions
-from restorekv.model.prompt import Context
 
 MOST_NOISE = 128  # tokens of a noise pass in the paper
 
@@ -39,9 +37,9 @@ MOST_NOISE = 128  # tokens of a noise pass in the paper
 class ContrastKV(KVzip):
     """The definition of the ACL paper: S+ is KVzip's score, bump = gamma * (S- - min S-) / (max S- - min S-).
 
-    The paper's `beta`, `gamma` and `noise` are not visible to us: 0.10, 0.12 and 64 are those of `ContrastKVSimple`
-    (the paper has at most 128 tokens of noise). That the layer level normalises over a whole layer is our reading of
-    its name. Equal S- everywhere in a layer give no bump.
+    The paper's `beta`, `gamma` and `noise` are not available to us: 0.10, 0.12 and 64 are those of `ContrastKVSimple`
+    (the paper has at most 128 noise tokens). That the layer level normalizes over a whole layer is our reading of its
+    name. If S- is equal everywhere in a layer there is no bump.
     """
 
     name: ClassVar[str] = "contrastkv"
@@ -64,16 +62,12 @@ class ContrastKV(KVzip):
                 f"{self.name} takes beta from 0 to 0.5 and a finite gamma >= 0, not {self.beta} and {self.gamma}."
             )
 
-    def score(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, context: Context, full: DynamicCache, watched: None = None
-    ) -> Tensor:
-        """Two passes over the full cache for every chunk, then both levels."""
+    def score(self, model: Model, tokenizer: Tokenizer, context: Context, full: Cache, observer: None = None) -> Tensor:
+        """Returns (L, H, T) after two passes over the full cache for every chunk, and both levels."""
         return self.fuse(*self.signals(model, tokenizer, context, full))
 
-    def signals(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, context: Context, full: DynamicCache
-    ) -> tuple[Tensor, Tensor]:
-        """S+ and S-, (L, H, T) float32 each."""
+    def signals(self, model: Model, tokenizer: Tokenizer, context: Context, full: Cache) -> tuple[Tensor, Tensor]:
+        """Returns S+ and S-, (L, H, T) float32 each."""
         passes = self.passes(tokenizer, context)
         generator = torch.Generator().manual_seed(self.seed)
         vocabulary = min(len(tokenizer), model.get_input_embeddings().num_embeddings)
@@ -84,7 +78,7 @@ class ContrastKV(KVzip):
         return self.maxima(model, context, full, passes), self.maxima(model, context, full, noise)
 
     def passes(self, tokenizer: Tokenizer, context: Context) -> list[Repetition]:
-        """The reconstruction of every chunk."""
+        """Returns the reconstruction of every chunk."""
         return list(repetitions(tokenizer, context, self.chunk, self.space))
 
     def fuse(self, positive: Tensor, negative: Tensor) -> Tensor:
@@ -97,7 +91,7 @@ class ContrastKV(KVzip):
         return scores.masked_fill((positive >= high_p) & (negative >= high_n), 1.0)
 
     def bump(self, positive: Tensor, negative: Tensor) -> Tensor:
-        """(L, H, T) >= 0."""
+        """Returns (L, H, T) >= 0."""
         lowest, highest = negative.amin((1, 2), keepdim=True), negative.amax((1, 2), keepdim=True)
         span = (highest - lowest).clamp_min(torch.finfo(negative.dtype).tiny)
         return self.gamma * (negative - lowest) / span
@@ -107,11 +101,11 @@ class ContrastKV(KVzip):
 class ContrastKVSimple(ContrastKV):
     """The simplification behind the ContrastKV rows of RestoreKV (arXiv:2608.01247; cvsp-lab/RestoreKV).
 
-    S+ is of a pass that reads the chunk again with no words around it; noise has ids from 5 up;
+    S+ is of a pass that reads the chunk again without an instruction; noise has ids from 5 up;
     bump = gamma * (max S+ - min S+) * rank(S-) for pairs with S+ at or above its median in the layer and S- at or above
-    its 0.8-quantile there, and 0 for the others. Ours, where our description of that code is silent: the rank is the
-    share of the layer's other pairs with a smaller S-, from 0 to 1, so that ties rank alike and low; the clip at max S+
-    and the precedence of the head level are the paper's; sinks are KVzip's here.
+    its 0.8-quantile there, and 0 for the others. Our choices, where our description of that code is silent: the rank is
+    the share of the layer's other pairs with a smaller S-, from 0 to 1, so that ties get one low rank; the clip at
+    max S+ and the precedence of the head level are the paper's; sinks are KVzip's.
     """
 
     name: ClassVar[str] = "contrastkv-simple"
@@ -120,13 +114,13 @@ class ContrastKVSimple(ContrastKV):
     chunk: int = 2000
 
     def passes(self, tokenizer: Tokenizer, context: Context) -> list[Repetition]:
-        """Every chunk as it is."""
+        """Returns every chunk unchanged."""
         starts = range(context.prefix, context.positions, self.chunk)
         ends = [min(start + self.chunk, context.positions) for start in starts]
         return [Repetition(context.ids[:, start:end], start, end) for start, end in zip(starts, ends, strict=True)]
 
     def bump(self, positive: Tensor, negative: Tensor) -> Tensor:
-        """(L, H, T) >= 0."""
+        """Returns (L, H, T) >= 0."""
         flat, against = positive.flatten(1), negative.flatten(1)  # (L, H * T)
         (median,), (top,) = quantiles(flat, 0.5), quantiles(against, 0.8)
         smaller = torch.searchsorted(against.sort(-1).values, against)
@@ -137,13 +131,13 @@ class ContrastKVSimple(ContrastKV):
 
 
 def quantiles(values: Tensor, *levels: float) -> list[Tensor]:
-    """Along the last axis, which stays with length 1; linear between neighbours, and of any length.
+    """Returns quantiles along the last axis, which keeps length 1; linear between neighbors.
 
-    The place among the sorted values is found in double precision: torch.quantile loses whole places on long axes.
+    Indices are computed in double precision: torch.quantile is off by whole elements on long axes.
     """
     ordered, last = values.sort(-1).values, values.shape[-1] - 1
-    found = []
-    for level in levels:
-        low, high = int(level * last), min(int(level * last) + 1, last)
-        found.append(ordered[..., [low]].lerp(ordered[..., [high]], level * last - low))
-    return found
+    lows = [int(level * last) for level in levels]
+    return [
+        ordered[..., [low]].lerp(ordered[..., [min(low + 1, last)]], level * last - low)
+        for level, low in zip(levels, lows, strict=True)
+    ]

@@ -1,11 +1,11 @@
-"""Expected attention (arXiv:2510.00636): what queries still to come will look at, if they are Gaussian.
+"""Expected attention (arXiv:2510.00636): what later queries will attend to, if they are Gaussian.
 
 Before RoPE a head's queries have mean m and covariance C, over all columns but the first `sinks`. With R the average
 rotation over the next `future` positions S+T ..., and softmax_i over the same columns (prefix included),
 
     a_i = softmax_i(k_i R m / sqrt(D) + k_i R C R^T k_i / (2 D))      score_i = (mean over G of a_i + epsilon) ||v_i||
 
-The sinks always stay. covariance=false drops the second term, values=false epsilon and ||v_i||. All as kvpress 0.5.5.
+The sinks are always kept. covariance=false drops the second term, values=false epsilon and ||v_i||. As kvpress 0.5.5.
 """
 
 from dataclasses import dataclass, replace
@@ -13,19 +13,16 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.errors import RestoreKVError
-from restorekv.evictors.base import Evictor, pin
+from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer, pin
 from restorekv.evictors.query_moments import QueryMoments, expected_weights
 from restorekv.evictors.streaming import sink_columns
-from restorekv.model.prompt import Context
 
 
 @dataclass(frozen=True)
 class ExpectedAttention(Evictor):
-    """Gathers L * H * G * D * D floats of covariance during the prefill."""
+    """Collects L * H * G * D * D floats of covariance during the prefill."""
 
     name: ClassVar[str] = "expected-attention"
 
@@ -40,20 +37,19 @@ class ExpectedAttention(Evictor):
             raise RestoreKVError(f"{self.name} takes sinks and epsilon >= 0 and future from 1 to 2**20, not {self}.")
 
     def later(self, context: Context) -> Self:
-        return replace(self, sinks=min(self.sinks, context.prefix))  # which stay out of every part's softmax
+        return replace(self, sinks=min(self.sinks, context.prefix))  # sinks are outside every part's softmax
 
-    def watch(self, model: PreTrainedModel, context: Context) -> QueryMoments:
+    def observer(self, model: Model, context: Context) -> QueryMoments:
         return QueryMoments(model, self.sinks)
 
     @torch.no_grad()
-    def score(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, context: Context, full: DynamicCache, watched: Any = None
-    ) -> Tensor:
-        """(L, H, T), at least 0."""
-        scores = torch.zeros(*self.seen(watched).mean.shape[:2], context.positions, device=model.device)
+    def score(self, model: Model, tokenizer: Tokenizer, context: Context, full: Cache, observer: Any = None) -> Tensor:
+        """Returns (L, H, T), at least 0."""
+        moments = self.require_observer(observer)
+        scores = torch.zeros(*moments.mean.shape[:2], context.positions, device=model.device)
         for index, layer in enumerate(full.layers):
             key, value = (x[0, :, self.sinks :].float() for x in (layer.keys, layer.values))
-            mean, covariance = watched.ahead(model, index, full.get_seq_length(), self.future)
-            looked = expected_weights(key, mean, covariance * self.covariance)
-            scores[index, :, self.sinks :] = (looked + self.epsilon) * value.norm(dim=-1) if self.values else looked
+            mean, covariance = moments.ahead(model, index, full.get_seq_length(), self.future)
+            weights = expected_weights(key, mean, covariance * self.covariance)
+            scores[index, :, self.sinks :] = (weights + self.epsilon) * value.norm(dim=-1) if self.values else weights
         return pin(scores[..., context.prefix :], sink_columns(self.sinks, context))

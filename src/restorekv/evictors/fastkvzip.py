@@ -1,15 +1,15 @@
 """Fast KVzip (arXiv:2601.17668): a small gate per layer predicts KVzip's scores from the attention module's input.
 
-With query and key of R dimensions from the same token's input x (after the input norm), both normalised (RMS), and s
+With query and key of R dimensions from the same token's input x (after the input norm), both normalized (RMS), and s
 learned sink keys c_hs, token t competes with the sinks alone:
 
     l = <k_th, q_thg> / sqrt(R) + b_hg      l_s = <c_hs, q_thg> / sqrt(R)
     score_th = mean over g of  exp(l) / (exp(l) + sum_s exp(l_s)).
 
-The projections run in the wider of the gate's and the model's dtype, all else in float32. The first four columns and
-the last ones stay. As in kvpress 0.5.5 columns are counted with the chat prefix, the window is 2 % of them, and 4,096
-from 32,000 on. Two differences: the window of fewer than 50 columns is empty (kvpress keeps one; older versions, by a
-slip, all), and the authors' own code has "fastkvzip:long=16000,sinks=0" and counts the text alone.
+Projections run in the wider of the gate's and the model's dtype, the rest in float32. The first four columns and the
+last ones are always kept. As in kvpress 0.5.5, columns include the chat prefix and the window is 2 % of them, or 4,096
+from 32,000 on. Two differences: below 50 columns the window is empty (kvpress keeps one; older versions, by mistake,
+all), and the authors' own code, "fastkvzip:long=16000,sinks=0", counts the text alone.
 """
 
 import math
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from restorekv.errors import RestoreKVError
+from restorekv.evictors.base import Context, at_least_zero
 from restorekv.evictors.gate_file import Layer
-from restorekv.evictors.gated import Gated, at_least_zero, linear, recent
-from restorekv.model.prompt import Context
+from restorekv.evictors.gated import Gated, linear, recent
 
 EPSILON = 1e-6  # of the RMS norms
 
@@ -46,13 +46,13 @@ class FastKVzip(Gated):
 
     @staticmethod
     def predict(layer: Layer, hidden: Tensor) -> Tensor:
-        """(..., H, T) in (0, 1)."""
+        """Returns (..., H, T) in (0, 1)."""
         base = layer["k_base"].float().squeeze(-3)  # (..., H, s, R)
         heads, _, rank = base.shape[-3:]
         query = linear(hidden, layer["q_proj.weight"], layer["q_proj.bias"]).unflatten(-1, (heads, -1, rank))
         key = linear(hidden, layer["k_proj.weight"]).unflatten(-1, (heads, 1, rank))
-        query = normalised(query, layer["q_norm.weight"]).transpose(-4, -3)  # (..., H, T, G, R)
-        key = normalised(key, layer["k_norm.weight"]).transpose(-4, -3)  # (..., H, T, 1, R)
+        query = normalized(query, layer["q_norm.weight"]).transpose(-4, -3)  # (..., H, T, G, R)
+        key = normalized(key, layer["k_norm.weight"]).transpose(-4, -3)  # (..., H, T, 1, R)
         own = (query * key).sum(-1) / math.sqrt(rank) + layer["b"].float()  # (..., H, T, G)
         others = (query.flatten(-3, -2) @ base.mT / math.sqrt(rank)).logsumexp(-1)
         return torch.sigmoid(own - others.view_as(own)).mean(-1)
@@ -61,15 +61,14 @@ class FastKVzip(Gated):
         return replace(self, sinks=0)
 
     def kept(self, context: Context) -> list[int]:
-        """Sinks, then the window, most recent last."""
+        """Returns the sinks, then the window, the most recent last."""
         columns = context.positions
-        window = int(columns * self.window) if columns < self.long else self.cap
-        recents = recent(context, window)
-        return [*range(min(max(self.sinks - context.prefix, 0), recents.start)), *recents]
+        window = recent(context, int(columns * self.window) if columns < self.long else self.cap)
+        return [*range(min(max(self.sinks - context.prefix, 0), window.start)), *window]
 
 
-def normalised(values: Tensor, weight: Tensor) -> Tensor:
-    """values (..., T, H, G, R) over their RMS, times weight (..., R): float32."""
+def normalized(values: Tensor, weight: Tensor) -> Tensor:
+    """Divides values (..., T, H, G, R) by their RMS and multiplies by weight (..., R), in float32."""
     values = values.float()
     values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + EPSILON)
     return values * weight.float()[..., None, None, None, :]

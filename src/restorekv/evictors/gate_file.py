@@ -1,7 +1,7 @@
-"""A gate on disk: a small network per layer that predicts an evictor's scores from what the attention module reads.
+"""The file of a gate: a small network per layer that predicts an evictor's scores from the attention module's input.
 
-One safetensors file. Tensors are called layers.<l>.<parameter>, parameters as in the published gates (R, s and m are
-the gate's own sizes):
+It is one safetensors file. Tensors are named layers.<l>.<parameter>, with the parameters of the published gates (R, s
+and m are sizes of the gate):
 
 fastkvzip     q_proj.weight (H*G*R, d)  q_proj.bias (H*G*R)  k_proj.weight (H*R, d)  q_norm.weight (R)
               k_norm.weight (R)  k_base (H, 1, s, R)  b (H, 1, G)
@@ -31,7 +31,7 @@ from restorekv.model.load import SHIPPING, model_fingerprint, model_name, rope_f
 from restorekv.model.shape import CacheShape
 
 FORMAT, VERSION = "restorekv-gate", "1"
-TARGETS = {"fastkvzip": "kvzip", "kvzap-linear": "kvzip+", "kvzap-mlp": "kvzip+"}  # whose scores each kind predicts
+TARGETS = {"fastkvzip": "kvzip", "kvzap-linear": "kvzip+", "kvzap-mlp": "kvzip+"}  # what each kind predicts
 KINDS = tuple(TARGETS)
 MAKE = "make one with restorekv train-gate, or restorekv convert-gate for a published one"
 Layer = Mapping[str, Tensor]
@@ -39,7 +39,7 @@ Layer = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class GateCard:
-    """What a gate was made for: `target` is the evictor whose scores it predicts; the rest of how is for people."""
+    """What a gate was made for: `target` is the evictor whose scores it predicts; the rest informs readers."""
 
     kind: str
     model: str
@@ -52,14 +52,14 @@ class GateCard:
 
     @classmethod
     def of(cls, model: PreTrainedModel, kind: str, target: str, **described: dict) -> "GateCard":
-        """For a gate of `model`."""
+        """Returns the card for a gate of `model`."""
         name, fingerprint, weights = model_name(model), model_fingerprint(model), base_weights.describe(model)
         return cls(kind, name, fingerprint, rope_fingerprint(model.config), target, weights=weights, **described)
 
 
 @dataclass(frozen=True)
 class Gate:
-    """One mapping of parameters a layer, the card, and, once read from a file, 16 hex digits of the parameters."""
+    """A mapping of parameters per layer, the card, and, if read from a file, 16 hex digits of the parameters."""
 
     layers: Sequence[Layer]
     card: GateCard
@@ -67,7 +67,7 @@ class Gate:
 
 
 def write(path: Path, gate: Gate) -> None:
-    """The whole file or none; refuses numbers that are not finite."""
+    """Writes the file completely or not at all; refuses numbers that are not finite."""
     tensors = {
         f"layers.{index}.{name}": tensor.detach().cpu().contiguous()
         for index, layer in enumerate(gate.layers)
@@ -83,12 +83,12 @@ def write(path: Path, gate: Gate) -> None:
 
 
 def read(path: Path) -> Gate:
-    """Refuses whatever is not exactly what `write` wrote."""
+    """Reads a gate; refuses a file that differs in any way from what `write` wrote."""
     header = read_header(path)
     try:
         tensors = safetensors.torch.load_file(path)
-        whole = digest(tensors, header["card"]) == header["sha256"]
-        card = GateCard(**json.loads(header["card"])) if whole else None
+        intact = digest(tensors, header["card"]) == header["sha256"]
+        card = GateCard(**json.loads(header["card"])) if intact else None
     except (OSError, SafetensorError, KeyError, TypeError, ValueError):
         card = None
     if card is None:
@@ -97,14 +97,14 @@ def read(path: Path) -> Gate:
 
 
 def read_header(path: Path) -> dict[str, str]:
-    """The header of a gate file of this version."""
+    """Returns the header of a gate file of this version."""
     if not path.is_file():
         raise GateError(f"There is no gate file {path}; {MAKE}.")
     try:
         with safe_open(path, "pt") as file:
             header = file.metadata() or {}
     except (OSError, SafetensorError) as error:
-        raise GateError(f"The gate {path} is damaged or no safetensors file; {MAKE}.") from error
+        raise GateError(f"The gate {path} is damaged or not a safetensors file; {MAKE}.") from error
     if header.get("format") != FORMAT:
         raise GateError(f"{path} is a safetensors file but not a gate of restorekv; {MAKE}.")
     if header.get("version") != VERSION:
@@ -113,16 +113,16 @@ def read_header(path: Path) -> dict[str, str]:
 
 
 def digest(tensors: Mapping[str, Tensor], card: str) -> str:
-    """SHA-256 over the card and every tensor's name, dtype, shape and bytes."""
-    found = hashlib.sha256(card.encode())
+    """Returns the SHA-256 of the card and every tensor's name, dtype, shape and bytes."""
+    sha256 = hashlib.sha256(card.encode())
     for name, tensor in sorted(tensors.items()):
-        found.update(f"\0{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        sha256.update(f"\0{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
+        sha256.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return sha256.hexdigest()
 
 
 def split(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """From names as in the file to one mapping a layer; other names are dropped, for `check_shapes` to miss."""
+    """Returns a mapping per layer from the file's names; others are dropped, and `check_shapes` then misses them."""
     layers: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         head, _, rest = name.partition(".")
@@ -133,7 +133,7 @@ def split(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 
 
 def shapes(kind: str, shape: CacheShape, layer: Layer) -> dict[str, tuple[int, ...]]:
-    """What a layer of this kind must hold; raises KeyError or IndexError where its own sizes cannot be told."""
+    """Returns the shapes that a layer of this kind must have; raises KeyError or IndexError if sizes are missing."""
     heads, groups, hidden = shape.heads, shape.groups, shape.hidden
     if kind == "kvzap-linear":
         return {"weight": (heads, hidden), "bias": (heads,)}
@@ -149,21 +149,23 @@ def shapes(kind: str, shape: CacheShape, layer: Layer) -> dict[str, tuple[int, .
 
 
 def check_shapes(name: object, kind: str, layers: Sequence[Layer], shape: CacheShape) -> None:
-    """Every layer of the model has a gate of its shape."""
+    """Checks that every layer of the model has a gate of its shape."""
     if len(layers) != shape.layers:
         raise GateError(f"The gate {name} has {len(layers)} layers, the model {shape.layers}; {MAKE}.")
     for index, layer in enumerate(layers):
-        found = {parameter: tuple(tensor.shape) for parameter, tensor in layer.items()}
+        sizes = {parameter: tuple(tensor.shape) for parameter, tensor in layer.items()}
         try:
-            fits = found == shapes(kind, shape, layer) and all(map(all, found.values()))
+            fits = sizes == shapes(kind, shape, layer) and all(map(all, sizes.values()))
         except (KeyError, IndexError):
             fits = False
         if not fits:
-            raise GateError(f"Layer {index} of the gate {name} is no {kind} gate of this model's shape; {MAKE}.")
+            raise GateError(
+                f"Layer {index} of the gate {name} lacks the shape of a {kind} gate for this model; {MAKE}."
+            )
 
 
 def check(name: object, gate: Gate, model: PreTrainedModel, kinds: Sequence[str]) -> None:
-    """The gate is of a kind the evictor reads and was made for this model; warns if for other weights of it."""
+    """Checks that the gate has one of `kinds` and was made for this model; warns if for other weights of it."""
     card = gate.card
     own = GateCard.of(model, card.kind, card.target)
     if card.kind not in kinds:
@@ -179,20 +181,20 @@ def check(name: object, gate: Gate, model: PreTrainedModel, kinds: Sequence[str]
 
 
 def shipped(model: PreTrainedModel, kinds: Sequence[str]) -> Path:
-    """The gate in the package that was made for this model, of the first of `kinds` that there is.
+    """Returns the gate in the package for this model, of the first of `kinds` that exists.
 
-    One for exactly these weights goes before one for others of the model.
+    A gate for exactly these weights precedes one for other weights of the model.
     """
-    own, found = base_weights.describe(model), []
-    places = (shipped_path(name, "gates", f"{kind}.safetensors") for kind in kinds for name in SHIPPING)
-    for path in filter(Path.is_file, places):
+    own, similar = base_weights.describe(model), []
+    paths = (shipped_path(name, "gates", f"{kind}.safetensors") for kind in kinds for name in SHIPPING)
+    for path in filter(Path.is_file, paths):
         card = json.loads(read_header(path)["card"])
         if card["fingerprint"] == model_fingerprint(model):
             return path
         if base_weights.similarity(card.get("weights"), own) >= base_weights.ALIKE:
-            found.append(path)
-    if found:
-        return found[0]
+            similar.append(path)
+    if similar:
+        return similar[0]
     name = model_name(model) or type(model).__name__
     raise GateError(f"No {kinds[0]} gate ships for the model {name}; {MAKE}, and name it with gate=FILE.")
 
@@ -201,15 +203,15 @@ _loaded: WeakKeyDictionary[PreTrainedModel, dict[tuple, Gate]] = WeakKeyDictiona
 
 
 def load(model: PreTrainedModel, source: str, kinds: Sequence[str]) -> Gate:
-    """The gate `source`, "auto" or a path, on the model's device; read once per model, and again when it changes."""
+    """Returns the gate `source`, "auto" or a path, on the model's device; reads it again only if the file changes."""
     path = None if source == "auto" else Path(source)
     state = path.stat() if path and path.is_file() else None
     key = (source, tuple(kinds), state and (state.st_mtime_ns, state.st_size), model.device)
-    known = _loaded.setdefault(model, {})
-    if key not in known:
+    gates = _loaded.setdefault(model, {})
+    if key not in gates:
         path = path or shipped(model, kinds)
         gate = read(path)
         check(path, gate, model, kinds)
         layers = [{name: tensor.to(model.device) for name, tensor in layer.items()} for layer in gate.layers]
-        known[key] = replace(gate, layers=layers)
-    return known[key]
+        gates[key] = replace(gate, layers=layers)
+    return gates[key]

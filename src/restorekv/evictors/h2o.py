@@ -1,68 +1,66 @@
-"""H2O (arXiv:2306.14048), query-agnostic as in the paper's appendix: the most that any token of the context looks.
+"""H2O (arXiv:2306.14048), query-agnostic as in the paper's appendix: keeps what any token of the context attends to.
 
     score_i = max over the causal queries j >= i of the prefill of softmax_i(q_j k_i / sqrt(D)).
 
-The maximum, not H2O's sum, is the appendix's. It is silent on the rest, so it is a setting: `groups` reduces the query
-heads of a KV head ("max", as in the code RestoreKV's authors published, or "mean"), and with diagonal=false a token's
-look at itself does not count. The softmax runs over every key a query sees, prefix included. No window is kept.
+The maximum is the appendix's; H2O itself takes the sum. Where the appendix says nothing there are settings: `groups`
+reduces the query heads of a KV head ("max", as in the code that RestoreKV's authors published, or "mean"), and with
+diagonal=false a token's attention to itself does not count. The softmax is over every key that a query sees, prefix
+included. No window is kept.
 
-Scored while the prefill runs, from the weights that its own attention makes anyway, in blocks of rows
-(attention/blocked.py): the T x T matrix never exists.
+Scores come from the weights that the prefill's own attention computes, in blocks of rows (attention/blocked.py).
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.attend import REDUCTIONS, on_gpu, over_groups, triton_maxima
-from restorekv.evictors.base import Evictor
+from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer
 from restorekv.model.attention import blocked
-from restorekv.model.observer import LayerProbe
-from restorekv.model.prompt import Context
+from restorekv.model.observer import LayerView
 from restorekv.model.shape import CacheShape
 
 
 class ColumnMaxima:
-    """`best` (L, H, G, S + T) float32: the highest weight each column has had so far."""
+    """`best` (L, H, G, S + T) float32: the highest weight that each column has had so far."""
 
-    def __init__(self, model: PreTrainedModel, context: Context, diagonal: bool) -> None:
+    def __init__(self, model: Model, context: Context, diagonal: bool) -> None:
         shape = CacheShape.of(model)
         self.best = torch.zeros(shape.layers, shape.heads, shape.groups, context.positions, device=model.device)
         self.diagonal = diagonal
 
     @torch.no_grad()
-    def __call__(self, probe: LayerProbe) -> Tensor:
-        """One layer of one chunk of the prefill: what attention gives, (Q, H * G, D)."""
-        before = probe.key.shape[1] - probe.query.shape[2]
-        held, own = zip(*((x[:, :before], x[:, before:]) for x in (probe.key, probe.value)), strict=True)
-        if on_gpu(probe.query):
-            output, lse = triton_maxima.attend(probe.query, own, held, probe.scale, 0, 0, before)
-            found = [
-                triton_maxima.highest(probe.query, held[0], lse, probe.scale),
-                triton_maxima.highest(probe.query, own[0], lse, probe.scale, own=True, diagonal=self.diagonal),
+    def on_layer(self, view: LayerView) -> Tensor:
+        """Handles one layer of one chunk of the prefill; returns the attention output (Q, H * G, D)."""
+        before = view.key.shape[1] - view.query.shape[2]
+        cached, own = zip(*((x[:, :before], x[:, before:]) for x in (view.key, view.value)), strict=True)
+        if on_gpu(view.query):
+            output, lse = triton_maxima.attend(view.query, own, cached, view.scale, 0, 0, before)
+            maxima = [
+                triton_maxima.highest(view.query, cached[0], lse, view.scale),
+                triton_maxima.highest(view.query, own[0], lse, view.scale, own=True, diagonal=self.diagonal),
             ]
-            best = self.best[probe.layer, ..., : probe.key.shape[1]]
-            torch.maximum(best, torch.cat(found, -1), out=best)
+            best = self.best[view.layer, ..., : view.key.shape[1]]
+            torch.maximum(best, torch.cat(maxima, -1), out=best)
             return output
 
-        def see(head: int, low: int, high: int, weights: Tensor) -> None:
+        def on_weights(head: int, low: int, high: int, weights: Tensor) -> None:
             if not self.diagonal:
                 weights.diagonal(before + low, dim1=-2, dim2=-1).zero_()
-            best = self.best[probe.layer, head, :, : before + high]
+            best = self.best[view.layer, head, :, : before + high]
             torch.maximum(best, weights.amax(1), out=best)
 
-        inside = [slice(0, before)]
-        return blocked.attend(probe.query, own, lambda head: tuple(x[head] for x in held), probe.scale, inside, see)
+        return blocked.attend(
+            view.query, own, lambda head: tuple(x[head] for x in cached), view.scale, [slice(0, before)], on_weights
+        )
 
 
 @dataclass(frozen=True)
 class H2O(Evictor):
-    """Maxima are held for each query head until the prefill is done: 4 * L * H * G * T bytes."""
+    """Holds maxima for every query head until the prefill is done: 4 * L * H * G * T bytes."""
 
     name: ClassVar[str] = "h2o"
 
@@ -73,17 +71,10 @@ class H2O(Evictor):
         if self.groups not in REDUCTIONS:
             raise RestoreKVError(f"h2o takes groups=max|mean, not {self.groups}.")
 
-    def watch(self, model: PreTrainedModel, context: Context) -> ColumnMaxima:
+    def observer(self, model: Model, context: Context) -> ColumnMaxima:
         return ColumnMaxima(model, context, self.diagonal)
 
-    def score(
-        self,
-        model: PreTrainedModel,
-        tokenizer: Tokenizer,
-        context: Context,
-        full: DynamicCache,
-        watched: ColumnMaxima | None = None,
-    ) -> Tensor:
-        """(L, H, T) in [0, 1]."""
-        best = self.seen(watched).best[..., context.prefix :]
+    def score(self, model: Model, tokenizer: Tokenizer, context: Context, full: Cache, observer: Any = None) -> Tensor:
+        """Returns (L, H, T) in [0, 1]."""
+        best = self.require_observer(observer).best[..., context.prefix :]
         return torch.stack([over_groups(layer, self.groups) for layer in best])

@@ -2,8 +2,8 @@
 
     anchor = mean over i of k_i / ||k_i||          score_i = -cos(k_i, anchor)
 
-for each KV head, with keys after RoPE, in float32; the mean runs over the whole sequence, prefix included. No settings.
-The same as KeyDiffPress of kvpress 0.5.5; the paper also evicts block by block during the prefill, which neither does.
+for each KV head, with keys after RoPE, in float32; the mean is over the whole sequence, prefix included. No settings.
+The same as KeyDiffPress of kvpress 0.5.5; unlike the paper, neither evicts block by block during the prefill.
 """
 
 from dataclasses import dataclass
@@ -12,24 +12,19 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.evictors.base import Evictor
-from restorekv.model.prompt import Context
+from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer
 
 
 @dataclass(frozen=True)
 class KeyDiff(Evictor):
-    """Reads the cached keys and nothing else."""
+    """Reads only the cached keys."""
 
     name: ClassVar[str] = "keydiff"
 
     @torch.no_grad()
-    def score(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, context: Context, full: DynamicCache, watched: None = None
-    ) -> Tensor:
-        """(L, H, T) in [-1, 1]."""
+    def score(self, model: Model, tokenizer: Tokenizer, context: Context, full: Cache, observer: None = None) -> Tensor:
+        """Returns (L, H, T) in [-1, 1]."""
         return torch.stack([difference(layer.keys[0].float())[:, context.prefix :] for layer in full.layers])
 
 

@@ -8,23 +8,18 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.evictors.base import Evictor
-from restorekv.model.prompt import Context
+from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer
 
 
 @dataclass(frozen=True)
 class Knorm(Evictor):
-    """Reads the cached keys and nothing else."""
+    """Reads only the cached keys."""
 
     name: ClassVar[str] = "knorm"
 
     @torch.no_grad()
-    def score(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, context: Context, full: DynamicCache, watched: None = None
-    ) -> Tensor:
-        """(L, H, T), at most 0."""
+    def score(self, model: Model, tokenizer: Tokenizer, context: Context, full: Cache, observer: None = None) -> Tensor:
+        """Returns (L, H, T), at most 0."""
         keys = (layer.keys[0, :, context.prefix :] for layer in full.layers)
         return torch.stack([-torch.linalg.vector_norm(key, dim=-1, dtype=torch.float32) for key in keys])

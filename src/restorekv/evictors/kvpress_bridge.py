@@ -1,11 +1,11 @@
 """Any scorer of kvpress 0.5.5 (github.com/NVIDIA/kvpress) as an evictor: `FromKVPress(press)`.
 
-In a spec the press is named, with its settings behind a colon and semicolons between them:
+A spec names the press, then its settings after a colon, separated by semicolons:
 "kvpress:press=SnapKVPress:window_size=32;kernel_size=7". Only its scores are used. A press that reads its own
-compression_ratio while it scores, as StreamingLLMPress and CompactorPress do, needs that set.
+compression_ratio while it scores, as StreamingLLMPress and CompactorPress do, needs that setting.
 
-The press sees what kvpress would show it: one pass of its own over the whole context, prefix included, not in chunks.
-With eager=true that includes the attention weights, S+T by S+T for every head, which ObservedAttentionPress asks for.
+The press sees what kvpress would show it: its own pass over the whole context, prefix included, not in chunks. With
+eager=true this includes the attention weights, S+T by S+T for every head, which ObservedAttentionPress needs.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,13 +16,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import spec
 from restorekv.errors import RestoreKVError
-from restorekv.evictors.base import Evictor
-from restorekv.model.prompt import Context
+from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer
 from restorekv.model.shape import decoder
 
 MISSING = (
@@ -33,9 +30,9 @@ MISSING = (
 
 @dataclass(frozen=True)
 class FromKVPress(Evictor):
-    """`press` is a `kvpress.ScorerPress` or its spec, and its spec from then on; the object is `scorer`.
+    """`press` is given as a `kvpress.ScorerPress` or its spec and kept as its spec; `scorer` is the object.
 
-    Settings that are neither numbers, words nor flags, as a press inside a press, do not show in the spec.
+    Settings that are neither numbers, words nor flags, such as a press inside a press, do not appear in the spec.
     """
 
     name: ClassVar[str] = "kvpress"
@@ -47,40 +44,38 @@ class FromKVPress(Evictor):
 
     def __post_init__(self) -> None:
         kvpress = load()
-        made = named(self.press, kvpress) if isinstance(self.press, str) else self.press
-        if not isinstance(made, kvpress.ScorerPress):
-            raise RestoreKVError(f"FromKVPress takes a ScorerPress of kvpress, not {type(made).__name__}.")
-        object.__setattr__(self, "scorer", made)
-        object.__setattr__(self, "press", described(made))
+        press = from_spec(self.press, kvpress) if isinstance(self.press, str) else self.press
+        if not isinstance(press, kvpress.ScorerPress):
+            raise RestoreKVError(f"FromKVPress takes a ScorerPress of kvpress, not {type(press).__name__}.")
+        object.__setattr__(self, "scorer", press)
+        object.__setattr__(self, "press", to_spec(press))
 
     @torch.no_grad()
-    def score(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, context: Context, full: DynamicCache, watched: None = None
-    ) -> Tensor:
-        """(L, H, T), whatever their range; the scores of the prefix are dropped."""
-        found: dict[int, Tensor] = {}
+    def score(self, model: Model, tokenizer: Tokenizer, context: Context, full: Cache, observer: None = None) -> Tensor:
+        """Returns (L, H, T) in any range."""
+        scores: dict[int, Tensor] = {}
 
-        def see(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: tuple) -> None:
+        def after_layer(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: tuple) -> None:
             layer = kwargs["past_key_values"].layers[module.layer_idx]
-            scores = self.scorer.score(module, kwargs["hidden_states"], layer.keys, layer.values, output[1], kwargs)
-            found[module.layer_idx] = scores[0].float()
+            each = self.scorer.score(module, kwargs["hidden_states"], layer.keys, layer.values, output[1], kwargs)
+            scores[module.layer_idx] = each[0].float()
 
         try:
             self.scorer.post_init_from_model(model)
-            with hooked(model, see), weighing(model) if self.eager else nullcontext():
-                decoder(model)(input_ids=context.ids.to(model.device), past_key_values=DynamicCache(), use_cache=True)
+            with hooked(model, after_layer), eager_attention(model) if self.eager else nullcontext():
+                decoder(model)(input_ids=context.ids.to(model.device), past_key_values=Cache(), use_cache=True)
         except (AssertionError, ValueError) as error:
             reason = str(error).rstrip(".")
             raise RestoreKVError(f"{self.press} cannot score this context; use another press ({reason}).") from error
-        return torch.stack([found[layer] for layer in sorted(found)])[..., context.prefix :]
+        return torch.stack([scores[layer] for layer in sorted(scores)])[..., context.prefix :]
 
 
 @contextmanager
-def hooked(model: PreTrainedModel, see: Callable[..., None]) -> Iterator[None]:
-    """Calls `see` after every attention module, which for that long has a `rotary_emb`, as presses expect."""
+def hooked(model: Model, after_layer: Callable[..., None]) -> Iterator[None]:
+    """Calls `after_layer` after every attention module, which meanwhile has a `rotary_emb`, as presses expect."""
     modules = [layer.self_attn for layer in decoder(model).layers]
     bare = [module for module in modules if not hasattr(module, "rotary_emb")]
-    handles = [module.register_forward_hook(see, with_kwargs=True) for module in modules]
+    handles = [module.register_forward_hook(after_layer, with_kwargs=True) for module in modules]
     try:
         for module in bare:
             module.rotary_emb = decoder(model).rotary_emb
@@ -93,8 +88,8 @@ def hooked(model: PreTrainedModel, see: Callable[..., None]) -> Iterator[None]:
 
 
 @contextmanager
-def weighing(model: PreTrainedModel) -> Iterator[None]:
-    """transformers' own attention, which returns its weights."""
+def eager_attention(model: Model) -> Iterator[None]:
+    """Uses transformers' own attention, which returns its weights."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
@@ -104,7 +99,7 @@ def weighing(model: PreTrainedModel) -> Iterator[None]:
 
 
 def load() -> ModuleType:
-    """kvpress, imported when it is first needed."""
+    """Imports kvpress when it is first needed."""
     try:
         import kvpress
     except ImportError as error:
@@ -112,19 +107,19 @@ def load() -> ModuleType:
     return kvpress
 
 
-def named(text: str, kvpress: ModuleType) -> Any:
-    """A press from its spec."""
+def from_spec(text: str, kvpress: ModuleType) -> Any:
+    """Returns the press of a spec."""
     base = kvpress.ScorerPress
     kinds = {name: kind for name, kind in vars(kvpress).items() if isinstance(kind, type)}
-    known = {name: kinds[name] for name in sorted(kinds) if issubclass(kinds[name], base) and kinds[name] is not base}
+    presses = {name: kinds[name] for name in sorted(kinds) if issubclass(kinds[name], base) and kinds[name] is not base}
     try:
-        return spec.parse(text.replace(";", ","), known, "press of kvpress")
+        return spec.parse(text.replace(";", ","), presses, "press of kvpress")
     except (AssertionError, TypeError) as error:
         raise RestoreKVError(f"{text!r} makes no press; make it in Python, for FromKVPress ({error}).") from error
 
 
-def described(press: Any) -> str:
-    """The shortest spec of a press, as far as specs go."""
+def to_spec(press: Any) -> str:
+    """Returns the shortest spec of a press."""
     settable, changed = spec.settings_of(type(press)), []
     for field in fields(press):
         value = getattr(press, field.name)

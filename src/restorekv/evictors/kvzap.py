@@ -2,10 +2,10 @@
 
     score_t = W x_t + b      or      W' gelu(W x_t + b) + b'
 
-of the attention module's input x_t, for all KV heads at once. A fixed budget ranks these logarithms over all layers and
-heads; the published use drops what falls below a threshold instead. The default pins nothing, as kvpress's KVzapPress;
-its DMSPress also keeps a sliding window, here "kvzap:window=128". Projections run in the wider of the gate's and the
-model's dtype, the result is float32.
+from the attention module's input x_t, for all KV heads at once. A fixed budget ranks these logarithms over all layers
+and heads; as published, KVzap drops what is below a threshold instead. Nothing is pinned by default, as in kvpress's
+KVzapPress; its DMSPress also keeps a sliding window, here "kvzap:window=128". Projections run in the wider of the
+gate's and the model's dtype; the result is float32.
 """
 
 from dataclasses import dataclass
@@ -13,18 +13,19 @@ from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from restorekv.evictors import gate_file
+from restorekv.evictors.base import Context, Model, at_least_zero
 from restorekv.evictors.gate_file import Gate, Layer
-from restorekv.evictors.gated import Gated, at_least_zero, linear, recent
-from restorekv.model.prompt import Context
+from restorekv.evictors.gated import Gated, linear, recent
 
 
 @dataclass(frozen=True)
 class KVzap(Gated):
-    """The file says which of both it is; gate=linear and gate=mlp name the two that ship with the bundled model, and
-    "auto" is the MLP. `window` is a number of tokens."""
+    """A gate's file says which of both it is. gate=linear and gate=mlp name those that ship with the bundled model.
+
+    `window` is a number of tokens.
+    """
 
     name: ClassVar[str] = "kvzap"
     kinds: ClassVar[tuple[str, ...]] = ("kvzap-mlp", "kvzap-linear")
@@ -34,14 +35,14 @@ class KVzap(Gated):
     def __post_init__(self) -> None:
         at_least_zero(self, "window")
 
-    def load(self, model: PreTrainedModel) -> Gate:
+    def load(self, model: Model) -> Gate:
         if self.gate in ("linear", "mlp"):
             return gate_file.load(model, "auto", (f"kvzap-{self.gate}",))
         return super().load(model)
 
     @staticmethod
     def predict(layer: Layer, hidden: Tensor) -> Tensor:
-        """(..., H, T): logarithms, of any sign."""
+        """Returns (..., H, T): logarithms, of any sign."""
         if "weight" in layer:
             return linear(hidden, layer["weight"], layer["bias"]).float().mT
         inner = F.gelu(linear(hidden, layer["0.weight"], layer["0.bias"]))

@@ -1,14 +1,13 @@
-"""KVzip (arXiv:2505.23416): a pair matters as much as the model looks at it while repeating the context.
+"""KVzip (arXiv:2505.23416): a pair matters as much as the model attends to it while it repeats the context.
 
 For every chunk of the context the model reads "repeat it" and the chunk again, on top of the full cache. With the
-queries q_j of that pass (all of its rows, instruction included) and, as keys, the attention sinks, the chunk's pairs
-in the cache and the pass's own pairs (causally),
+queries q_j of that pass (all rows, instruction included) and, as keys, the attention sinks, the chunk's pairs in the
+cache and the pass's own pairs (causally),
 
     A_ji = softmax_i(q_j k_i / sqrt(D))          score_i = max over j and the G query heads of A_ji.
 
-Each pass is normalised on its own. One product of queries and keys serves both the pass's attention and the maxima,
-block by block (attention/blocked.py; on a GPU the kernels of triton_maxima.py): neither the matrix A nor a copy of the
-full cache is ever made.
+Each pass has its own softmax. One product of queries and keys gives both the pass's attention and the maxima, block by
+block (attention/blocked.py; on a GPU triton_maxima.py): neither A nor a copy of the full cache ever exists.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,23 +16,21 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
-from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.cache_utils import CacheLayerMixin
 
 from restorekv.cache.ragged import RaggedLayer
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.attend import on_gpu, triton_maxima
-from restorekv.evictors.base import Evictor
+from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer
 from restorekv.model.attention import blocked
-from restorekv.model.observer import LayerProbe, probing
-from restorekv.model.prefill import behind
-from restorekv.model.prompt import Context, encode
+from restorekv.model.observer import LayerView, observe_layers
+from restorekv.model.prefill import query_only_view
+from restorekv.model.prompt import encode
 from restorekv.model.shape import CacheShape, decoder
 
 FIRST = "\n\nRepeat the previous context exactly."
 LATER = "\n\nRepeat the part of the previous context exactly, starting with"
-HINT = 8  # ids of the previous chunk that tell where a later one starts
+HINT = 8  # ids of the previous chunk that show where a later one starts
 
 
 @dataclass(frozen=True)
@@ -47,10 +44,7 @@ class Repetition:
 
 @dataclass(frozen=True)
 class KVzip(Evictor):
-    """The defaults are kvpress's; the authors' own code repeats 2,000 tokens at a time.
-
-    It also ends the prompt of later chunks with a `space`.
-    """
+    """The defaults are kvpress's. The authors' code has chunk=2000 and space=true, a space after later prompts."""
 
     name: ClassVar[str] = "kvzip"
 
@@ -62,38 +56,35 @@ class KVzip(Evictor):
         if self.chunk < 1 or self.sinks < 0:
             raise RestoreKVError(f"{self.name} takes chunk >= 1 and sinks >= 0, not {self.chunk} and {self.sinks}.")
 
-    def score(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, context: Context, full: DynamicCache, watched: None = None
-    ) -> Tensor:
-        """One pass over the full cache for every chunk."""
+    def score(self, model: Model, tokenizer: Tokenizer, context: Context, full: Cache, observer: None = None) -> Tensor:
+        """Returns (L, H, T) after one pass over the full cache for every chunk."""
         return self.maxima(model, context, full, repetitions(tokenizer, context, self.chunk, self.space))
 
     @torch.no_grad()
-    def maxima(
-        self, model: PreTrainedModel, context: Context, full: DynamicCache, passes: Iterable[Repetition]
-    ) -> Tensor:
-        """(L, H, T) float32: every pass writes the columns that it names."""
+    def maxima(self, model: Model, context: Context, full: Cache, passes: Iterable[Repetition]) -> Tensor:
+        """Returns (L, H, T) float32; every pass writes the columns that it names."""
         shape = CacheShape.of(model)
         scores = torch.zeros(shape.layers, shape.heads, context.tokens, device=model.device)
         for part in passes:
             columns = scores[..., part.start - context.prefix : part.end - context.prefix]
 
-            def see(probe: LayerProbe, part: Repetition = part, columns: Tensor = columns) -> Tensor:
-                columns[probe.layer], output = self.chunk_scores(probe, full.layers[probe.layer], part.start, part.end)
+            def on_layer(view: LayerView, part: Repetition = part, columns: Tensor = columns) -> Tensor:
+                columns[view.layer], output = self.chunk_scores(view, full.layers[view.layer], part.start, part.end)
                 return output
 
-            with probing(model, see):
-                decoder(model)(input_ids=part.ids.to(model.device), past_key_values=behind(full), use_cache=True)
+            with observe_layers(model, on_layer):
+                ids = part.ids.to(model.device)
+                decoder(model)(input_ids=ids, past_key_values=query_only_view(full), use_cache=True)
         return scores
 
-    def chunk_scores(self, probe: LayerProbe, held: CacheLayerMixin, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """(H, end - start), the column maxima over rows and query heads, and what attention gives."""
-        best, output = column_maxima(probe, held, start, end, min(self.sinks, start))
+    def chunk_scores(self, view: LayerView, cached: CacheLayerMixin, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Returns (H, end - start), the column maxima over rows and query heads, and the attention output."""
+        best, output = column_maxima(view, cached, start, end, min(self.sinks, start))
         return best.amax(1), output
 
 
 def repetitions(tokenizer: Tokenizer, context: Context, chunk: int, space: bool = False) -> Iterator[Repetition]:
-    """The passes, in order; a later one is told the last ids of the chunk before it."""
+    """Yields the passes in order; a later one starts from the last ids of the chunk before it."""
     for start in range(context.prefix, context.positions, chunk):
         end = min(start + chunk, context.positions)
         pieces = [encode(tokenizer, FIRST)]
@@ -104,40 +95,35 @@ def repetitions(tokenizer: Tokenizer, context: Context, chunk: int, space: bool 
 
 
 def column_maxima(
-    probe: LayerProbe,
-    held: CacheLayerMixin,
-    start: int,
-    end: int,
-    sinks: int,
-    row_weight: Tensor | None = None,
+    view: LayerView, cached: CacheLayerMixin, start: int, end: int, sinks: int, row_weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """max over rows j of A_ji * row_weight_j for the columns i in [start, end) of `held`: (H, G, end - start) float32.
+    """Returns max over j of A_ji * row_weight_j for the columns i in [start, end) of `cached`, (H, G, end - start).
 
-    Also what attention over `held` and the pass gives, (Q, H * G, D).
+    The second result is the output of attention over `cached` and the pass, (Q, H * G, D).
     """
-    own = probe.key, probe.value
-    if on_gpu(probe.query) and not isinstance(held, RaggedLayer):
-        dense = held.keys[0], held.values[0]
-        output, lse = triton_maxima.attend(probe.query, own, dense, probe.scale, sinks, start, end)
+    own = view.key, view.value
+    if on_gpu(view.query) and not isinstance(cached, RaggedLayer):
+        dense = cached.keys[0], cached.values[0]
+        output, lse = triton_maxima.attend(view.query, own, dense, view.scale, sinks, start, end)
         lse = lse if row_weight is None else lse - row_weight.log2()
-        return triton_maxima.highest(probe.query, dense[0][:, start:end], lse, probe.scale), output
-    best = torch.zeros(*probe.query.shape[:2], end - start, device=probe.query.device)
+        return triton_maxima.highest(view.query, dense[0][:, start:end], lse, view.scale), output
+    best = torch.zeros(*view.query.shape[:2], end - start, device=view.query.device)
 
-    def see(head: int, low: int, high: int, weights: Tensor) -> None:
+    def on_weights(head: int, low: int, high: int, weights: Tensor) -> None:
         columns = weights[..., sinks : sinks + end - start]
         if row_weight is not None:
             columns = columns.mul_(row_weight[low:high, None])
         torch.maximum(best[head], columns.amax(1), out=best[head])
 
     inside = [slice(0, sinks), slice(start, end)]
-    return best, blocked.attend(probe.query, own, lambda head: pairs(held, head), probe.scale, inside, see)
+    return best, blocked.attend(view.query, own, lambda head: pairs(cached, head), view.scale, inside, on_weights)
 
 
-def pairs(held: CacheLayerMixin, head: int) -> tuple[Tensor, Tensor]:
-    """Keys and values (K, D) that one head of a layer holds; of a ragged layer the tail's columns come first."""
-    columns = held.keys[0, head], held.values[0, head]
-    if not isinstance(held, RaggedLayer):
+def pairs(cached: CacheLayerMixin, head: int) -> tuple[Tensor, Tensor]:
+    """Returns a head's keys and values (K, D); of a ragged layer the tail's columns come first."""
+    columns = cached.keys[0, head], cached.values[0, head]
+    if not isinstance(cached, RaggedLayer):
         return columns
-    rows = slice(*held.bounds[head : head + 2])
-    context = held.context_keys[rows], held.context_values[rows]
+    rows = slice(*cached.bounds[head : head + 2])
+    context = cached.context_keys[rows], cached.context_values[rows]
     return tuple(torch.cat(both) for both in zip(columns, context, strict=True))

@@ -1,4 +1,4 @@
-"""KVzip+ (the normalisation of arXiv:2601.07891 inside KVzip, as in kvpress): what a look moves in the residual stream.
+"""KVzip+ (the normalization of arXiv:2601.07891 in KVzip, as in kvpress): what a pair adds to the residual stream.
 
 With x_j the input of the attention module (after the input norm), v_i the value and W_hg the columns of the output
 projection that belong to query head (h, g),
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from restorekv.evictors.kvzip import KVzip, column_maxima
-from restorekv.model.observer import LayerProbe
+from restorekv.model.observer import LayerView
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class KVzipPlus(KVzip):
 
     name: ClassVar[str] = "kvzip+"
 
-    def chunk_scores(self, probe: LayerProbe, held: CacheLayerMixin, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """KVzip's. The column factor is the same for every row, so it may wait until after the row maximum."""
-        rows = 1 / probe.hidden.float().norm(dim=-1)  # (Q,)
-        best, output = column_maxima(probe, held, start, end, min(self.sinks, start), rows)
-        columns = output_norms(probe.module.o_proj.weight, held.values[0, :, start:end], best.shape[1])
+    def chunk_scores(self, view: LayerView, cached: CacheLayerMixin, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """See KVzip. The column factor is the same for every row, so the row maximum is taken first."""
+        rows = 1 / view.hidden.float().norm(dim=-1)  # (Q,)
+        best, output = column_maxima(view, cached, start, end, min(self.sinks, start), rows)
+        columns = output_norms(view.module.o_proj.weight, cached.values[0, :, start:end], best.shape[1])
         return (best * columns).amax(1), output
 
 

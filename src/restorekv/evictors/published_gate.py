@@ -1,8 +1,8 @@
-"""Gates as their authors publish them, turned into gates of restorekv.
+"""Converts gates that their authors published.
 
 Fast KVzip  Jang-Hyun/Fast-KVzip: a torch pickle {"module": [state dict of every layer], ...} for each model. It is read
-            with weights_only, and numpy arrays beside, which the published files hold; whatever needs more is refused.
-            The authors' training adds the bias b twice, every inference once; it is taken over as it is.
+            with weights_only plus numpy arrays, which the published files hold; anything else is refused. The authors'
+            training adds the bias b twice and inference once; its value is not changed.
 KVzap       nvidia/KVzap-linear-<model>, nvidia/KVzap-mlp-<model>: config.json and safetensors, layers.<l>.weight or
             layers.<l>.0.weight, layers.<l>.2.weight and biases.
 """
@@ -27,30 +27,30 @@ Layers = list[dict[str, Tensor]]
 
 
 def convert(source: str, model: PreTrainedModel) -> Gate:
-    """`source` is a pickle of Fast KVzip, a folder of KVzap, or the hub id of either; raises GateError."""
+    """Converts a pickle of Fast KVzip, a folder of KVzap, or the hub id of either; raises GateError."""
     path = Path(source) if Path(source).exists() else download(source, model)
     if path.is_file() and path.suffix == ".safetensors":
-        raise GateError(f"{path} is no pickle of Fast KVzip; if it is a gate of restorekv, use it with gate={path}.")
+        raise GateError(f"{path} is not a pickle of Fast KVzip; if it is a gate of restorekv, use it with gate={path}.")
     kind, layers = read_folder(path) if path.is_dir() else ("fastkvzip", read_pickle(path))
     check_shapes(source, kind, layers, CacheShape.of(model))
     return Gate(layers, GateCard.of(model, kind, TARGETS[kind], settings={"source": source}))
 
 
 def download(source: str, model: PreTrainedModel) -> Path:
-    """From the hub: the file of Fast KVzip's repository that is for `model`, by its name, or a KVzap repository."""
+    """Downloads the file for `model`, by its name, from Fast KVzip's repository, or a whole KVzap repository."""
     name = Path(str(model.config.name_or_path)).name.lower()
     file = f"{name}/q{CacheShape.of(model).groups}_dim16_sink16.pt"
     try:
         if source == FAST_KVZIP:
             return Path(hf_hub_download(source, file))
         return Path(snapshot_download(source, allow_patterns=["config.json", "*.safetensors"]))
-    except Exception as error:  # a malformed id, no network and no such file are a dozen kinds
+    except Exception as error:  # a malformed id, no network, no such file: many kinds
         what = f"{file} of {source}" if source == FAST_KVZIP else repr(source)
-        raise GateError(f"There is no gate {what} here, nor can it be fetched from the hub.") from error
+        raise GateError(f"The gate {what} is not here and cannot be fetched from the hub; check its name.") from error
 
 
 def read_pickle(path: Path) -> Layers:
-    """Tensors only: code in a pickle is never run."""
+    """Reads tensors only: code in a pickle is never run."""
     rebuild = np.empty(0).__reduce__()[0]
     arrays = [(rebuild, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
     arrays += [np.ndarray, np.dtype, np.dtypes.Float64DType, np.dtypes.Float32DType]
@@ -58,9 +58,9 @@ def read_pickle(path: Path) -> Layers:
         with torch.serialization.safe_globals(arrays):
             layers = torch.load(path, map_location="cpu", weights_only=True)["module"]
         plain = all(isinstance(tensor, Tensor) for layer in layers for tensor in layer.values())
-    except Exception as error:  # what a damaged pickle, or one with code in it, raises has no common kind
+    except Exception as error:  # damaged pickles and those with code raise many kinds
         raise GateError(
-            f"{path} is no gate of Fast KVzip that can be read without running code; fetch it again from {FAST_KVZIP}."
+            f"{path} is not a Fast KVzip gate that can be read without running code; fetch it again from {FAST_KVZIP}."
         ) from error
     if not plain or not isinstance(layers, list):
         raise GateError(f"{path} holds more than tensors; fetch it again from {FAST_KVZIP}.")
@@ -68,7 +68,7 @@ def read_pickle(path: Path) -> Layers:
 
 
 def read_folder(folder: Path) -> tuple[str, Layers]:
-    """The kind is told by the config's hidden_dim, which the linear gates lack."""
+    """Reads a KVzap gate, which is linear if its config has no hidden_dim."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         kind = "kvzap-linear" if config.get("hidden_dim") is None else "kvzap-mlp"
@@ -77,7 +77,7 @@ def read_folder(folder: Path) -> tuple[str, Layers]:
         for file in sorted(folder.glob("*.safetensors")):
             tensors |= safetensors.torch.load_file(file)
     except (OSError, ValueError, AttributeError, SafetensorError) as error:
-        raise GateError(f"{folder} is damaged or no gate of KVzap; give a folder with its config.json.") from error
+        raise GateError(f"{folder} is damaged or not a KVzap gate; give a folder with its config.json.") from error
     if not known:
-        raise GateError(f"{folder} is no gate of KVzap, its config.json says so; give a folder of one.")
+        raise GateError(f"{folder} is not a KVzap gate according to its config.json; give a folder of one.")
     return kind, split(tensors)

@@ -1,7 +1,7 @@
-"""Random eviction: the floor that every method must beat.
+"""Random eviction, which every method must beat.
 
-score_i is uniform in [0, 1), drawn from `seed` and the context's ids on the CPU: one context always gets the same bits,
-on every device, and two contexts never share their luck. RandomPress of kvpress 0.5.5 has no seed of its own and, given
+score_i is uniform in [0, 1), drawn on the CPU from `seed` and the context's ids: one context always gets the same bits,
+on every device, and two contexts get independent ones. RandomPress of kvpress 0.5.5 has no seed by default and, given
 one, draws the same scores in every layer.
 """
 
@@ -11,18 +11,15 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.errors import RestoreKVError
-from restorekv.evictors.base import Evictor
-from restorekv.model.prompt import Context
+from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer
 from restorekv.model.shape import CacheShape
 
 
 @dataclass(frozen=True)
 class Random(Evictor):
-    """Leaves PyTorch's own random state alone."""
+    """Does not touch PyTorch's own random state."""
 
     name: ClassVar[str] = "random"
 
@@ -33,11 +30,8 @@ class Random(Evictor):
             raise RestoreKVError(f"random takes a seed from 0 to 2**32 - 1, not {self.seed}.")
 
     @torch.no_grad()
-    def score(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, context: Context, full: DynamicCache, watched: None = None
-    ) -> Tensor:
-        """(L, H, T) in [0, 1)."""
+    def score(self, model: Model, tokenizer: Tokenizer, context: Context, full: Cache, observer: None = None) -> Tensor:
+        """Returns (L, H, T) in [0, 1)."""
         shape = CacheShape.of(model)
-        drawn = zlib.crc32(context.ids.cpu().numpy().tobytes(), self.seed)
-        generator = torch.Generator().manual_seed(drawn)
+        generator = torch.Generator().manual_seed(zlib.crc32(context.ids.cpu().numpy().tobytes(), self.seed))
         return torch.rand(shape.layers, shape.heads, context.tokens, generator=generator).to(model.device)

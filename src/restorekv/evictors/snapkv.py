@@ -1,14 +1,13 @@
-"""SnapKV (arXiv:2404.14469), query-agnostic as in the paper's appendix: what the end of the context looks at.
+"""SnapKV (arXiv:2404.14469), query-agnostic as in the paper's appendix: keeps what the end of the context attends to.
 
 With the last w positions of the context as observation window,
 
-    score_i = mean over the window's queries j of softmax_i(q_j k_i / sqrt(D)), max-pooled over 7 neighbouring columns,
+    score_i = mean over the window's queries j of softmax_i(q_j k_i / sqrt(D)), max-pooled over 7 neighboring columns,
 
-and the window itself always stays. The appendix is silent on the rest, so it is a setting: `groups` reduces the query
-heads of a KV head before pooling ("mean", as in the code RestoreKV's authors published, or "max"); `sinks` first
-columns of the context stay too (0; 4 in that code). The softmax runs over every key a query sees, prefix and window
-included, causally; the pool runs over the context's columns. kvpress's own version is
-"snapkv:window=64,kernel=5,pool=avg".
+and the window itself is always kept. Where the appendix says nothing there are settings: `groups` reduces the query
+heads of a KV head before pooling ("mean", as in the code that RestoreKV's authors published, or "max"); the first
+`sinks` columns of the context are kept too (0; 4 in that code). The softmax is causal over every key, prefix and window
+included; the pool is over the context's columns. kvpress's version is "snapkv:window=64,kernel=5,pool=avg".
 """
 
 from dataclasses import dataclass, replace
@@ -17,21 +16,18 @@ from typing import ClassVar, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.attend import REDUCTIONS, attention_blocks, over_groups
-from restorekv.evictors.base import Evictor, pin
-from restorekv.model.observer import LayerProbe, probing
-from restorekv.model.prefill import passing
-from restorekv.model.prompt import Context
+from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer, pin
+from restorekv.model.observer import LayerView, observe_layers
+from restorekv.model.prefill import read_only_view
 from restorekv.model.shape import CacheShape, decoder
 
 
 @dataclass(frozen=True)
 class SnapKV(Evictor):
-    """Reads the window once more over the cache of what stands before it: 32 tokens of work."""
+    """Reads the window again over the cache of what precedes it: a pass of 32 tokens."""
 
     name: ClassVar[str] = "snapkv"
 
@@ -56,27 +52,25 @@ class SnapKV(Evictor):
         return replace(self, sinks=0)
 
     @torch.no_grad()
-    def score(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, context: Context, full: DynamicCache, watched: None = None
-    ) -> Tensor:
-        """The window's own columns come last and highest; of a budget smaller than the window the latest stay."""
+    def score(self, model: Model, tokenizer: Tokenizer, context: Context, full: Cache, observer: None = None) -> Tensor:
+        """Returns (L, H, T) with the window highest; of a budget smaller than the window, its latest columns stay."""
         shape, window = CacheShape.of(model), min(self.window, context.tokens)
         scores = torch.zeros(shape.layers, shape.heads, context.tokens, device=model.device)
         start = context.positions - window
 
-        def see(probe: LayerProbe) -> None:
-            scores[probe.layer, :, : context.tokens - window] = self.observed(probe, context.prefix, start)
+        def on_layer(view: LayerView) -> None:
+            scores[view.layer, :, : context.tokens - window] = self.window_attention(view, context.prefix, start)
 
         if start > context.prefix:
             ids = context.ids[:, start:].to(model.device)
-            with probing(model, see):
-                decoder(model)(input_ids=ids, past_key_values=passing(full, start), use_cache=True)
+            with observe_layers(model, on_layer):
+                decoder(model)(input_ids=ids, past_key_values=read_only_view(full, start), use_cache=True)
         sinks = range(min(self.sinks, context.tokens - window))
         return pin(scores, [*sinks, *range(context.tokens - window, context.tokens)])
 
-    def observed(self, probe: LayerProbe, first: int, last: int) -> Tensor:
-        """(H, last - first): attention of the probe's queries to these columns, averaged, reduced over G, pooled."""
-        total = sum(weights[..., first:last].sum(2) for _, _, weights in attention_blocks(probe.query, probe.key))
-        looked = over_groups(total / probe.query.shape[2], self.groups)
+    def window_attention(self, view: LayerView, first: int, last: int) -> Tensor:
+        """Returns (H, last - first): the queries' attention to these columns, averaged, reduced over G, pooled."""
+        total = sum(weights[..., first:last].sum(2) for _, _, weights in attention_blocks(view.query, view.key))
+        mean = over_groups(total / view.query.shape[2], self.groups)
         pool = F.max_pool1d if self.pool == "max" else F.avg_pool1d
-        return pool(looked, self.kernel, stride=1, padding=self.kernel // 2)
+        return pool(mean, self.kernel, stride=1, padding=self.kernel // 2)

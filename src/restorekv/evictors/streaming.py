@@ -1,8 +1,8 @@
-"""StreamingLLM (arXiv:2309.17453): the first tokens, as attention sinks, and then the most recent ones.
+"""StreamingLLM (arXiv:2309.17453): keeps the first tokens, as attention sinks, and the most recent ones.
 
 score_i = i, the column, with the `sinks` first columns of the whole sequence above all others, the first one highest;
-those among them that belong to the chat prefix need no score. Sinks and budget are those of StreamingLLMPress of
-kvpress 0.5.5, whose scores are 1 or 0 for one compression ratio; keys keep their RoPE phase, unlike in the paper.
+sinks in the chat prefix need no score. Sinks and budget are those of StreamingLLMPress of kvpress 0.5.5, which scores
+1 or 0 for one compression ratio; unlike in the paper, keys keep their RoPE phase.
 """
 
 from dataclasses import dataclass
@@ -10,18 +10,14 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.errors import RestoreKVError
-from restorekv.evictors.base import Evictor, pin
-from restorekv.model.prompt import Context
+from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer, at_least_zero, pin
 from restorekv.model.shape import CacheShape
 
 
 @dataclass(frozen=True)
 class Streaming(Evictor):
-    """Looks at neither keys nor values: every head gets the same scores."""
+    """Reads neither keys nor values: every head gets the same scores."""
 
     name: ClassVar[str] = "streaming"
     streams: ClassVar[bool] = False
@@ -29,19 +25,16 @@ class Streaming(Evictor):
     sinks: int = 4
 
     def __post_init__(self) -> None:
-        if self.sinks < 0:
-            raise RestoreKVError(f"streaming takes sinks >= 0, not {self.sinks}.")
+        at_least_zero(self, "sinks")
 
     @torch.no_grad()
-    def score(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, context: Context, full: DynamicCache, watched: None = None
-    ) -> Tensor:
-        """(L, H, T) whole numbers."""
+    def score(self, model: Model, tokenizer: Tokenizer, context: Context, full: Cache, observer: None = None) -> Tensor:
+        """Returns (L, H, T), whole numbers."""
         shape = CacheShape.of(model)
         recency = torch.arange(context.prefix, context.positions, dtype=torch.float32, device=model.device)
         return pin(recency.repeat(shape.layers, shape.heads, 1), sink_columns(self.sinks, context))
 
 
 def sink_columns(sinks: int, context: Context) -> range:
-    """Which of the T columns are among the first `sinks` of the sequence; the first comes last: `pin` ranks it top."""
+    """Returns which of the T columns are among the sequence's first `sinks`, in `pin`'s order: the first comes last."""
     return range(min(sinks - context.prefix, context.tokens) - 1, -1, -1)

@@ -1,9 +1,9 @@
-"""TOVA (arXiv:2401.06104): what the last token looks at.
+"""TOVA (arXiv:2401.06104): keeps what the last token attends to.
 
     score_i = mean over all H * G query heads of a layer of softmax_i(q_last k_i / sqrt(D)),
 
-the same for every KV head of the layer; the softmax runs over the whole sequence, prefix included. The last token
-itself always stays, as in TOVAPress of kvpress 0.5.5; the paper leaves that to its weight. No settings.
+the same for every KV head of the layer; the softmax is over the whole sequence, prefix included. The last token itself
+is always kept, as in TOVAPress of kvpress 0.5.5, while in the paper its weight decides. No settings.
 """
 
 from dataclasses import dataclass
@@ -11,14 +11,11 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.evictors.base import Evictor
+from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer
 from restorekv.evictors.snapkv import SnapKV
-from restorekv.model.prompt import Context
 
-LAST = SnapKV(window=1, kernel=1, groups="mean")  # reads the last token once more; the pool of one column is no pool
+LAST = SnapKV(window=1, kernel=1, groups="mean")  # reads the last token again, without pooling
 
 
 @dataclass(frozen=True)
@@ -31,9 +28,7 @@ class TOVA(Evictor):
         return LAST.latest(context)
 
     @torch.no_grad()
-    def score(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, context: Context, full: DynamicCache, watched: None = None
-    ) -> Tensor:
-        """(L, H, T), at least 0."""
-        looked = LAST.score(model, tokenizer, context, full)
-        return looked.mean(1, keepdim=True).repeat(1, looked.shape[1], 1)
+    def score(self, model: Model, tokenizer: Tokenizer, context: Context, full: Cache, observer: None = None) -> Tensor:
+        """Returns (L, H, T), at least 0."""
+        weights = LAST.score(model, tokenizer, context, full)
+        return weights.mean(1, keepdim=True).repeat(1, weights.shape[1], 1)

@@ -1,11 +1,11 @@
-"""On a GPU: attention of a pass, and the highest weight that any of its rows gives each column, in two Triton kernels.
+"""Two Triton kernels for a pass's attention and the highest weight that any of its rows gives each column.
 
     attend    one program per block of rows and query head: the output over all pairs, and the log2-sum-exp2 l_j of each
               row over those that share a softmax
     highest   one program per block of columns and query head, over all rows: max over j of 2^(x_ji - l_j + log2 w_j)
 
-Logits x_ji are in units of log 2, float32, and made twice; nothing as large as rows times columns is ever stored, but
-beside the output one number per row and query head and one per column and query head. Equal inputs give equal bits.
+Logits x_ji are in units of log 2, float32, and computed twice: memory beyond the output is one number per row and one
+per column for each query head. Equal inputs give equal bits.
 """
 
 # ruff: noqa: N803
@@ -15,33 +15,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from restorekv.model.attention.triton_attend import DTYPES, factor_type, last_together, pairs_at_once, resources
+from restorekv.model.attention.triton_attend import DTYPES, contiguous_rows, factor_type, pairs_at_once, resources
 from restorekv.model.attention.triton_kernels import LOG2E
 
 Pairs = tuple[Tensor, Tensor]
-VARYING = ["rows", "sinks", "start", "stop", "columns", "skipped"]  # of whose values kernels are no special cases
+VARYING = ["rows", "sinks", "start", "stop", "columns", "skipped"]  # kernels are not specialized for these
 
 
 def usable(query: Tensor) -> bool:
-    """Whether the kernels run where `query` is."""
+    """Returns whether the kernels can take this query."""
     return query.is_cuda and query.dtype in DTYPES
 
 
 def attend(
-    query: Tensor, own: Pairs, held: Pairs, scale: float, sinks: int, start: int, end: int
+    query: Tensor, own: Pairs, cached: Pairs, scale: float, sinks: int, start: int, end: int
 ) -> tuple[Tensor, Tensor]:
-    """query (H, G, Q, D), own keys and values (H, Q, D), held ones (H, K, D) -> (Q, H * G, D) and l (H, G, Q).
+    """query (H, G, Q, D), own keys and values (H, Q, D), cached ones (H, K, D) -> (Q, H * G, D) and l (H, G, Q).
 
-    Own pairs, causally, share a softmax with the first `sinks` held columns and those from `start` >= sinks to `end`.
+    Own pairs (causal) share a softmax with the cached columns before `sinks` and those from `start` >= sinks to `end`.
     """
     heads, groups, rows, width = query.shape
-    query, *pairs = map(last_together, (query, *own, *held))
+    query, *pairs = map(contiguous_rows, (query, *own, *cached))
     output = query.new_empty(rows, heads, groups, width)
     lse = query.new_empty(heads, groups, rows, dtype=torch.float32)
     m, n, block_d, options = sizes(query)
     with torch.cuda.device_of(query):
         attend_kernel[(triton.cdiv(rows, m), heads * groups)](
-            query, *pairs, output, lse, rows, sinks, start, end, held[0].shape[1],
+            query, *pairs, output, lse, rows, sinks, start, end, cached[0].shape[1],
             *query.stride()[:3], *(step for x in pairs for step in x.stride()[:2]),
             scale * LOG2E.value, groups, width, m, n, block_d, factor_type(query.dtype), **options,
         )  # fmt: skip
@@ -51,10 +51,10 @@ def attend(
 def highest(query: Tensor, keys: Tensor, lse: Tensor, scale: float, own: bool = False, diagonal: bool = True) -> Tensor:
     """query (H, G, Q, D), keys (H, n, D), l - log2 w (H, G, Q) -> (H, G, n) float32.
 
-    own: keys are the rows' own, which earlier rows do not see, nor, without `diagonal`, a row its own.
+    With `own`, the keys are the rows' own, which earlier rows do not see; without `diagonal`, neither does the row.
     """
     heads, groups, rows, width = query.shape
-    query, keys, lse = last_together(query), last_together(keys), lse.contiguous()
+    query, keys, lse = contiguous_rows(query), contiguous_rows(keys), lse.contiguous()
     best = query.new_zeros(heads, groups, keys.shape[1], dtype=torch.float32)
     m, n, block_d, options = sizes(query)
     with torch.cuda.device_of(query):
@@ -66,16 +66,17 @@ def highest(query: Tensor, keys: Tensor, lse: Tensor, scale: float, own: bool = 
 
 
 def sizes(query: Tensor) -> tuple[int, int, int, dict[str, int]]:
-    """Rows of a program, rows of what it loads at once, their padded width, warps and stages."""
+    """Returns the rows of a program, the rows it loads at once, their padded width, and options for the launch."""
     block_d = max(triton.next_power_of_2(query.shape[-1]), 16)
     m, warps, stages = resources(query.dtype, block_d, query.shape[2])
     return m, pairs_at_once(block_d, query.dtype), block_d, {"num_warps": warps, "num_stages": stages}
 
 
 @triton.jit
-def look(q, keys, values, key_row, value_row, best, weight, output, count, cut, first, second, limit, scale,
-         OWN: tl.constexpr, D: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, FACTOR: tl.constexpr):  # fmt: skip
-    """Adds `count` pairs to a softmax under way: highest logit (M,), sum of weights (M,), of values (M, BLOCK_D).
+def accumulate(q, keys, values, key_row, value_row, best, weight, output, count, cut, first, second, limit, scale,
+               OWN: tl.constexpr, D: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr,
+               FACTOR: tl.constexpr):  # fmt: skip
+    """Adds `count` pairs to a softmax's highest logit (M,), sum of weights (M,) and of weighted values (M, BLOCK_D).
 
     Pair i is at i + first, and from `cut` on at i + second, times key_row and value_row numbers; OWN: row j sees the
     pairs up to limit[j].
@@ -85,8 +86,8 @@ def look(q, keys, values, key_row, value_row, best, weight, output, count, cut, 
         pair = low + tl.arange(0, N)
         inside = pair < count
         at = (pair + tl.where(pair < cut, first, second)).to(tl.int64)[:, None]
-        held = inside[:, None] & (column < D)
-        key = tl.load(keys + at * key_row + column, mask=held, other=0.0)
+        valid = inside[:, None] & (column < D)
+        key = tl.load(keys + at * key_row + column, mask=valid, other=0.0)
         logits = tl.dot(q.to(FACTOR), tl.trans(key).to(FACTOR), input_precision="ieee") * scale
         visible = inside[None, :]
         if OWN:
@@ -94,7 +95,7 @@ def look(q, keys, values, key_row, value_row, best, weight, output, count, cut, 
         logits = tl.where(visible, logits, float("-inf"))
         higher = tl.maximum(best, tl.max(logits, 1))
         fade, share = tl.exp2(best - higher), tl.exp2(logits - higher[:, None])
-        value = tl.load(values + at * value_row + column, mask=held, other=0.0)
+        value = tl.load(values + at * value_row + column, mask=valid, other=0.0)
         shared = share.to(value.dtype).to(FACTOR)
         output = tl.dot(shared, value.to(FACTOR), output * fade[:, None], input_precision="ieee")
         weight = weight * fade + tl.sum(share, 1)
@@ -107,7 +108,7 @@ def attend_kernel(query, own_keys, own_values, keys, values, output, lse, rows, 
                   q_group, q_row, own_key_head, own_key_row, own_value_head, own_value_row, key_head, key_row,
                   value_head, value_row, scale, G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
                   BLOCK_D: tl.constexpr, FACTOR: tl.constexpr):  # fmt: skip
-    """M rows of one query head: own pairs, of which each row sees one, those that share their softmax, the rest."""
+    """Attends with M rows of one query head to own pairs, to cached pairs in their softmax, and to the rest."""
     pair = tl.program_id(1).to(tl.int64)
     head, group = pair // G, pair % G
     row = tl.program_id(0) * M + tl.arange(0, M)
@@ -119,13 +120,13 @@ def attend_kernel(query, own_keys, own_values, keys, values, output, lse, rows, 
     own_key, own_value = own_keys + head * own_key_head, own_values + head * own_value_head
     key, value = keys + head * key_head, values + head * value_head
     end, gap = tl.minimum(tl.program_id(0) * M + M, rows), start - sinks
-    best, weight, total = look(q, own_key, own_value, own_key_row, own_value_row, best, weight, total, end, 0, 0, 0,
-                               row, scale, True, D, N, BLOCK_D, FACTOR)  # fmt: skip
-    best, weight, total = look(q, key, value, key_row, value_row, best, weight, total, sinks + stop - start, sinks, 0,
-                               gap, row, scale, False, D, N, BLOCK_D, FACTOR)  # fmt: skip
+    best, weight, total = accumulate(q, own_key, own_value, own_key_row, own_value_row, best, weight, total, end, 0, 0,
+                                     0, row, scale, True, D, N, BLOCK_D, FACTOR)  # fmt: skip
+    best, weight, total = accumulate(q, key, value, key_row, value_row, best, weight, total, sinks + stop - start,
+                                     sinks, 0, gap, row, scale, False, D, N, BLOCK_D, FACTOR)  # fmt: skip
     tl.store(lse + pair * rows + row, best + tl.log2(weight), mask=real)
-    best, weight, total = look(q, key, value, key_row, value_row, best, weight, total, gap + columns - stop, gap,
-                               sinks, stop - gap, row, scale, False, D, N, BLOCK_D, FACTOR)  # fmt: skip
+    best, weight, total = accumulate(q, key, value, key_row, value_row, best, weight, total, gap + columns - stop, gap,
+                                     sinks, stop - gap, row, scale, False, D, N, BLOCK_D, FACTOR)  # fmt: skip
     place = output + (row.to(tl.int64)[:, None] * tl.num_programs(1) + pair) * D + column
     mean = total / weight[:, None]
     tl.store(place, mean.to(output.dtype.element_ty), mask=real[:, None] & (column < D))
@@ -135,14 +136,14 @@ def attend_kernel(query, own_keys, own_values, keys, values, output, lse, rows, 
 def highest_kernel(query, keys, lse, best, rows, columns, skipped, q_head, q_group, q_row, key_head, key_row, scale,
                    OWN: tl.constexpr, G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
                    BLOCK_D: tl.constexpr, FACTOR: tl.constexpr):  # fmt: skip
-    """M columns of one query head, over all rows that see them."""
+    """Finds the highest weight of M columns of one query head, over all rows that see them."""
     pair = tl.program_id(1).to(tl.int64)
     head, group = pair // G, pair % G
     at = tl.program_id(0) * M + tl.arange(0, M)
     width, real = tl.arange(0, BLOCK_D)[None, :], at < columns
     corner = keys + head * key_head + at.to(tl.int64)[:, None] * key_row + width
     key = tl.load(corner, mask=real[:, None] & (width < D), other=0.0)
-    found = tl.full([M], float("-inf"), tl.float32)
+    peak = tl.full([M], float("-inf"), tl.float32)
     start = tl.program_id(0) * M // N * N if OWN else 0
     for low in range(start, rows, N):
         row = low + tl.arange(0, N)
@@ -153,5 +154,5 @@ def highest_kernel(query, keys, lse, best, rows, columns, skipped, q_head, q_gro
         logits -= tl.load(lse + pair * rows + row, mask=inside, other=float("inf"))[None, :]
         if OWN:
             logits = tl.where(row[None, :] >= at[:, None] + skipped, logits, float("-inf"))
-        found = tl.maximum(found, tl.max(logits, 1))
-    tl.store(best + pair * columns + at, tl.exp2(found), mask=real)
+        peak = tl.maximum(peak, tl.max(logits, 1))
+    tl.store(best + pair * columns + at, tl.exp2(peak), mask=real)

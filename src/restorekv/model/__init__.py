@@ -1,1 +1,1 @@
-"""Every contact with transformers: loading a model, the prompt, the prefill, what a pass shows, attention."""
+"""Everything that touches transformers: loading a model, prompts, the prefill, observers and attention."""

@@ -1,8 +1,8 @@
-"""Whether an adapter or a gate fits the weights at hand: made for these, for others of the same model, or for another.
+"""Decides whether an adapter or a gate was made for these weights, other weights of the model, or another model.
 
-A fingerprint tells exact weights apart. A sketch, about a thousand values from all matrices, tells how near two sets of
-weights are: of SmolLM2-135M-Instruct, copies rounded to 8, 4, 3 and 2 bits have a cosine similarity of 1.000, 0.996,
-0.99 and 0.95 with the model itself, and random weights of the same scale one of 0.03.
+A fingerprint identifies exact weights. A sketch, about a thousand values from all matrices, measures how close two sets
+of weights are: copies of SmolLM2-135M-Instruct that were rounded to 8, 4, 3 and 2 bits have a cosine similarity of
+1.000, 0.996, 0.99 and 0.95 with the model itself, random weights of the same scale one of 0.03.
 """
 
 import base64
@@ -17,16 +17,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from restorekv.errors import RestoreKVWarning
-from restorekv.model.load import WEIGHTS, base_parameters, samples
+from restorekv.model.load import FINGERPRINTS, WEIGHTS, base_parameters, model_fingerprint, samples
 from restorekv.model.shape import CacheShape
 
 NUMBERS = 1024
-ALIKE = 0.9  # below a rounding to two bits, far above an unrelated training
-DESCRIBED: WeakKeyDictionary[PreTrainedModel, dict] = WeakKeyDictionary()  # models spread over processes
+ALIKE = 0.9  # the least similarity of one model's weights: below rounding to two bits, far above another training
+DESCRIPTIONS: WeakKeyDictionary[PreTrainedModel, dict] = WeakKeyDictionary()  # of remembered models
 
 
 class Record(Protocol):
-    """What the records of adapters and gates have in common."""
+    """What the records of adapters and gates share."""
 
     model: str
     fingerprint: str
@@ -34,13 +34,13 @@ class Record(Protocol):
 
 
 def describe(model: PreTrainedModel) -> dict[str, object]:
-    """Plain JSON values: where the weights came from if that is known, the architecture, and the sketch in base64.
+    """Returns plain JSON values: the source of the weights if known, the architecture, and the sketch in base64.
 
-    The sketch holds the same number of evenly spaced values of every matrix, in bfloat16, in the order of the sorted
-    names; LoRA layers are left out.
+    The sketch holds the same number of evenly spaced values from every matrix, in bfloat16, in the order of the sorted
+    names, without LoRA layers.
     """
-    if model in DESCRIBED:
-        return DESCRIBED[model]
+    if model in DESCRIPTIONS:
+        return DESCRIPTIONS[model]
     config = model.config.get_text_config()
     names = ("model_type", "vocab_size", "intermediate_size")
     matrices = [weight for _, weight in base_parameters(model) if weight.ndim > 1]
@@ -53,8 +53,13 @@ def describe(model: PreTrainedModel) -> dict[str, object]:
     }
 
 
+def remember(model: PreTrainedModel) -> None:
+    """Keeps fingerprint and description, which cannot be computed once the weights are sharded over processes."""
+    FINGERPRINTS[model], DESCRIPTIONS[model] = model_fingerprint(model), describe(model)
+
+
 def similarity(one: Mapping[str, object] | None, other: Mapping[str, object] | None) -> float:
-    """Cosine similarity of two descriptions' sketches; 0 where there is none or the architectures differ."""
+    """Returns the cosine similarity of two sketches, or 0 if one is missing or the architectures differ."""
     if not one or not other or one.get("architecture") != other.get("architecture"):
         return 0.0
     try:
@@ -65,17 +70,18 @@ def similarity(one: Mapping[str, object] | None, other: Mapping[str, object] | N
 
 
 def decoded(sketch: str) -> Tensor:
+    """Returns the values of a sketch as float32."""
     return torch.frombuffer(bytearray(base64.b64decode(sketch)), dtype=torch.bfloat16).float()
 
 
 def fits(what: str, card: Record, own: Record) -> bool:
-    """Whether `what` was made for the model of `own`; warns if it was for other weights of that model."""
+    """Returns whether `what` was made for the model of `own`; warns if it was made for other weights of it."""
     if card.fingerprint == own.fingerprint:
         return True
     if not similarity(card.weights, own.weights) >= ALIKE:
         return False
     trained, here = ((each.weights or {}).get("source") for each in (card, own))
-    told = f"The {what} was made for other weights of {card.model}" + (f", {trained}" if trained else "")
-    told += f", than these, {here}" if here else ""
-    warnings.warn(f"{told}; expect slightly worse answers.", RestoreKVWarning, stacklevel=4)
+    message = f"The {what} was made for other weights of {card.model}" + (f", {trained}" if trained else "")
+    message += f", than these, {here}" if here else ""
+    warnings.warn(f"{message}; expect slightly worse answers.", RestoreKVWarning, stacklevel=4)
     return True

@@ -1,7 +1,7 @@
-"""Models in GGUF files, the format of llama.cpp: dequantized once into a cache folder, then loaded as any other.
+"""Models in GGUF files, the format of llama.cpp: dequantized once into a cache folder, then loaded like any other.
 
-The folder is `$RESTOREKV_CACHE`, else `restorekv` in `$XDG_CACHE_HOME` or `~/.cache`. In it a model is a transformers
-folder in float32, named by a hash of its file, with MARKER, which is written last and lists what must be there.
+The cache is `$RESTOREKV_CACHE`, else `restorekv` in `$XDG_CACHE_HOME` or `~/.cache`. A model there is a transformers
+folder in float32, named by a hash of its file. MARKER is written last and lists the folder's files.
 """
 
 import hashlib
@@ -24,51 +24,52 @@ from typing import BinaryIO
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, logging
+from transformers import AutoConfig, AutoModelForCausalLM, logging
 
 from restorekv.errors import ModelError, RestoreKVWarning, first_sentence
-from restorekv.files import HOST, alive, locked
+from restorekv.files import HOST, locked, sweep
 from restorekv.model import gguf_tokenizer
 
 MAGIC = b"GGUF"
 MARKER, VERSION = "gguf.json", 1
-SMALL = 2**24  # bytes; larger files of the cache are compared by size alone
-NEWER = hasattr(transformers, "GgufConfig")  # versions that may keep weights packed, unless told not to
+SMALL = 2**24  # bytes; of larger files in the cache only the size is checked
+NEWER = hasattr(transformers, "GgufConfig")  # versions that may keep weights packed by default
 UNPACKED = {"quantization_config": transformers.GgufConfig(dequantize=True)} if NEWER else {}
 ELSEWHERE = "give the model's own folder or hub id"
 
 
 @dataclass(frozen=True)
 class Header:
-    """A GGUF file's metadata as Python values, and the names of its tensors."""
+    """The metadata of a GGUF file as Python values, and the names of its tensors."""
 
     fields: Mapping[str, object]
     tensors: frozenset[str]
 
     def of_model(self, key: str) -> object:
-        """A field that has the architecture before its name, as llama.context_length."""
+        """Returns a field whose name starts with the architecture, such as llama.context_length."""
         return self.fields.get(f"{self.fields.get('general.architecture')}.{key}")
 
 
 def find(name: str) -> Path | None:
-    """The GGUF file that `name` stands for, itself or the one in a folder; None for anything else that has a name."""
+    """Returns the GGUF file that `name` is or that the folder `name` holds; None for other models."""
     if os.path.isfile(name):
         with opened(Path(name)) as file:
             if file.read(len(MAGIC)) != MAGIC:
                 raise ModelError(f"{name} is a file but not a GGUF file; give a model folder, a GGUF file or a hub id.")
         return Path(name)
     if os.path.isdir(name) and not os.path.exists(os.path.join(name, "config.json")):
-        found = sorted(Path(name).glob("*.gguf"))
-        if len(found) > 1:
-            names = ", ".join(path.name for path in found)
-            raise ModelError(f"The folder {name} holds {len(found)} GGUF files; name one of them: {names}.")
-        return found[0] if found else None
+        files = sorted(Path(name).glob("*.gguf"))
+        if len(files) > 1:
+            names = ", ".join(path.name for path in files)
+            raise ModelError(f"The folder {name} holds {len(files)} GGUF files; name one of them: {names}.")
+        return files[0] if files else None
     if name.endswith(".gguf"):
         raise ModelError(f"There is no GGUF file {name}; check the path.")
     return None
 
 
 def opened(file: Path) -> BinaryIO:
+    """Opens a file to read its bytes."""
     try:
         return file.open("rb")
     except OSError as error:
@@ -76,23 +77,23 @@ def opened(file: Path) -> BinaryIO:
 
 
 def installed(package: str) -> Path | None:
-    """The GGUF file in a package's folder, which is found without importing the package."""
+    """Returns the GGUF file in a package's folder without importing the package."""
     spec = find_spec(package)
     folders = (spec.submodule_search_locations or []) if spec else []
     return next((path for folder in folders for path in sorted(Path(folder).glob("*.gguf"))), None)
 
 
 def prepared(file: Path, name: str) -> Path:
-    """The transformers folder made from a GGUF file, now if not before; `name` is what the user calls the model."""
+    """Returns the transformers folder made from a GGUF file, now or before; messages call the model `name`."""
     with opened(file) as content:
         key = f"{hashlib.file_digest(content, 'sha256').hexdigest()[:16]}-{VERSION}"
     root = cache_folder()
-    if root is not None and whole(root / key):
+    if root is not None and marker_of(root / key):
         return root / key
     folder = (root if root is not None and writable(root) else Path(temporary(root).name)) / key
     try:
         with alone(folder):
-            if not whole(folder):
+            if not marker_of(folder):
                 make(file, name, folder)
     except (OSError, SafetensorError) as error:
         raise ModelError(
@@ -103,12 +104,12 @@ def prepared(file: Path, name: str) -> Path:
 
 
 def description(folder: Path) -> str:
-    """Which weights a prepared folder holds, as "GGUF Q4_1"."""
+    """Returns the quantization of the GGUF file that a folder was made from, such as "GGUF Q4_1"."""
     return json.loads((folder / MARKER).read_text(encoding="utf-8"))["weights"]
 
 
 def cache_folder() -> Path | None:
-    """Where prepared models are kept; None where there is no home."""
+    """Returns where prepared models are kept, or None without a home folder."""
     own, general = os.environ.get("RESTOREKV_CACHE"), os.environ.get("XDG_CACHE_HOME")
     try:
         return Path(own or Path(general or "~/.cache") / "restorekv").expanduser()
@@ -117,7 +118,7 @@ def cache_folder() -> Path | None:
 
 
 def writable(root: Path) -> bool:
-    """Whether something can be kept there."""
+    """Returns whether files can be created there."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root):
@@ -128,26 +129,26 @@ def writable(root: Path) -> bool:
 
 @cache
 def temporary(root: Path | None) -> tempfile.TemporaryDirectory:
-    """A folder for this process alone, which is removed when the process ends, with a warning."""
-    where = "There is no home folder" if root is None else f"The cache folder {root} cannot be written"
-    message = "the model is prepared again in every process; set RESTOREKV_CACHE to a folder that can be written"
-    warnings.warn(f"{where}, so {message}.", RestoreKVWarning, stacklevel=4)
+    """Makes a folder that is removed when the process ends, and warns that nothing will be kept."""
+    reason = "There is no home folder" if root is None else f"The cache folder {root} cannot be written"
+    effect = "the model is prepared again in every process; set RESTOREKV_CACHE to a folder that can be written"
+    warnings.warn(f"{reason}, so {effect}.", RestoreKVWarning, stacklevel=4)
     return tempfile.TemporaryDirectory(prefix="restorekv-")
 
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """One process at a time prepares a folder; the others wait, then find it done."""
+    """Lets one process at a time prepare a folder; the others wait."""
     while True:
-        with locked(folder.with_name(f".{folder.name}.lock")) as mine:
-            if mine:
+        with locked(folder.with_name(f".{folder.name}.lock")) as acquired:
+            if acquired:
                 yield
                 return
         time.sleep(0.2)
 
 
-def whole(folder: Path) -> dict | None:
-    """The marker of a folder that holds every file it lists, of its size and, unless it is large, its contents."""
+def marker_of(folder: Path) -> dict | None:
+    """Returns the marker of a folder if every file that it lists has the right size and, unless large, contents."""
     try:
         marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
         sound = marker["version"] == VERSION and all(
@@ -160,43 +161,41 @@ def whole(folder: Path) -> dict | None:
 
 
 def digest(path: Path) -> str:
+    """Returns the file's SHA-256."""
     with path.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def make(file: Path, name: str, folder: Path) -> None:
-    """Writes the whole folder beside its place and puts it there, or leaves nothing."""
+    """Writes the folder under a temporary name and renames it, or leaves nothing."""
     if find_spec("gguf") is None:
         raise ModelError(f"Reading {file} needs the package gguf; run pip install 'restorekv[gguf]'.")
     size = file.stat().st_size / 1e6
     print(f"preparing {name} from its GGUF file ({size:,.0f} MB), once: about half a minute for a small model",
           file=sys.stderr, flush=True)  # fmt: skip
     header = read(file)
-    begin = f".{folder.name}.{HOST}-"
-    for left in folder.parent.glob(f"{begin}*"):  # of a process that was killed
-        number = left.name.removeprefix(begin).partition("-")[0]
-        if number.isdecimal() and not alive(int(number)):
-            shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{begin}{os.getpid()}-") as place:
-        fresh = Path(place) / "model"
+    sweep(folder)
+    prefix = f".{folder.name}.{HOST}-{os.getpid()}-"
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=prefix) as parent:
+        fresh = Path(parent) / "model"
         convert(file, header, fresh)
-        if folder.exists() and not whole(folder):
+        if folder.exists() and not marker_of(folder):
             shutil.rmtree(folder)
         try:
             fresh.rename(folder)
-        except OSError:  # a disk without locks, and another process was first
-            if not whole(folder):
+        except OSError:  # on a disk without locks, another process was first
+            if not marker_of(folder):
                 raise
 
 
 def read(file: Path) -> Header:
-    """The header of a file that is whole and that transformers reads rightly; refuses others."""
+    """Reads the header; refuses damaged files and those that transformers would read incorrectly."""
     from gguf import GGUFReader
 
     try:
         reader = GGUFReader(file)
         fields = {key: field.contents() for key, field in reader.fields.items()}
-    except Exception as error:  # whatever its parser stumbles over first
+    except Exception as error:  # its parser raises many kinds
         raise ModelError(
             f"The GGUF file {file} is damaged or cut short; fetch it again ({first_sentence(error)})."
         ) from error
@@ -210,25 +209,27 @@ def read(file: Path) -> Header:
 
 
 def convert(file: Path, header: Header, folder: Path) -> None:
-    """Model and tokenizer as transformers saves them, then MARKER."""
+    """Writes model and tokenizer as transformers saves them, then MARKER."""
     longest = header.of_model("context_length") or 2048
     try:
         tokenizer = gguf_tokenizer.build(header.fields, int(longest))
-        place = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, "local_files_only": True}
+        source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, "local_files_only": True}
         with hushed():
-            config = AutoConfig.from_pretrained(**place)
-            if hasattr(config, "head_dim"):  # of Qwen3's, transformers takes the one of its own default
+            config = AutoConfig.from_pretrained(**source)
+            if hasattr(config, "head_dim"):  # for Qwen3, transformers takes its own default
                 config.head_dim = header.of_model("attention.key_length") or config.head_dim
-            model, found = AutoModelForCausalLM.from_pretrained(
-                **place, config=config, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True,
+            model, report = AutoModelForCausalLM.from_pretrained(
+                **source, config=config, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True,
                 **UNPACKED,
             )  # fmt: skip
-    except Exception as error:  # transformers raises a dozen kinds
+    except Exception as error:  # transformers raises many kinds
         raise unreadable(file, first_sentence(error)) from error
-    wrong = [*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])]
+    wrong = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
     if wrong:  # transformers would draw them at random
-        raise unreadable(file, f"it lacks {min(wrong)} or has it in a shape that its header does not tell")
-    plain(model)
+        raise unreadable(file, f"it lacks {min(wrong)} or has it in a shape that its header does not give")
+    if hasattr(model.config, "quantization_config"):  # newer versions would not save a model marked as quantized
+        del model.config.quantization_config
+    model.hf_quantizer, model.is_quantized = None, False
     with hushed():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -241,15 +242,8 @@ def unreadable(file: Path, reason: str, remedy: str = ELSEWHERE) -> ModelError:
     return ModelError(f"Cannot use the GGUF file {file}: {reason.rstrip('.')}; {remedy}.")
 
 
-def plain(model: PreTrainedModel) -> None:
-    """Takes off what marks the model as quantized: newer versions of transformers would not save it."""
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.hf_quantizer, model.is_quantized = None, False
-
-
 def weights(header: Header) -> str:
-    """The file's kind of quantization, as "GGUF Q4_1"."""
+    """Returns the file's quantization, such as "GGUF Q4_1"."""
     from gguf import LlamaFileType
 
     try:
@@ -261,7 +255,7 @@ def weights(header: Header) -> str:
 
 @contextmanager
 def hushed() -> Iterator[None]:
-    """Without the progress bars and remarks of transformers, some of which heed no setting."""
+    """Silences the progress bars and messages of transformers, some of which no setting turns off."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -1,7 +1,7 @@
-"""The tokenizer that a GGUF file describes, from the file's own fields.
+"""Builds the tokenizer that the fields of a GGUF file describe.
 
-transformers builds one too, but not the file's: 5.2 gives SmolLM2 CodeLlama's extra tokens and a wrong end token, and
-5.23 splits its text as GPT-2 does, so that "\\n\\n1." becomes other tokens than the model was trained on.
+That of transformers is wrong: for SmolLM2, 5.2 adds CodeLlama's extra tokens and a wrong end token, and 5.23 splits
+text like GPT-2, so that "\\n\\n1." becomes other tokens than in training.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # values of tokenizer.ggml.token_type
 SPACE = "\u2581"  # SentencePiece's
-# Words with an optional character before them, runs of {digits} digits, punctuation, line breaks, other white space.
+# Words with an optional leading character, runs of {digits} digits, punctuation, line breaks, other white space.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
     r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -27,9 +27,9 @@ SPLITS = {
 
 
 def build(fields: Mapping[str, object], longest: int) -> PreTrainedTokenizerFast:
-    """From the file's `tokenizer.*` fields; `longest` is how many positions the model was made for.
+    """Builds it from the file's `tokenizer.*` fields, for texts of up to `longest` tokens.
 
-    Raises ValueError, with a reason, for a kind of vocabulary or of splitting that is not known here.
+    Raises ValueError, with the reason, for an unknown kind of vocabulary or of splitting.
     """
     own = {key.removeprefix("tokenizer.ggml."): value for key, value in fields.items()}
     kind, tokens = own.get("model"), own.get("tokens") or []
@@ -55,7 +55,7 @@ def build(fields: Mapping[str, object], longest: int) -> PreTrainedTokenizerFast
 
 
 def byte_level(own: Mapping[str, object], tokens: Sequence[str]) -> Tokenizer:
-    """BPE over bytes, each written as one printable character, as GPT-2, Llama 3 and Qwen have it."""
+    """Builds BPE over bytes, each written as one printable character, as in GPT-2, Llama 3 and Qwen."""
     split = SPLITS.get(own.get("pre"))
     if split is None:
         raise ValueError(f"how its tokenizer splits text, {own.get('pre')!r}, is not known here")
@@ -73,7 +73,7 @@ def byte_level(own: Mapping[str, object], tokens: Sequence[str]) -> Tokenizer:
 
 
 def sentencepiece(own: Mapping[str, object], tokens: Sequence[str]) -> Tokenizer:
-    """BPE over characters with bytes to fall back on, as Llama 2, Mistral and Phi-3 have it; merges go by score."""
+    """Builds BPE over characters with bytes as a fallback, as in Llama 2, Mistral and Phi-3; scores order merges."""
     kinds = own.get("token_type") or [NORMAL] * len(tokens)
     scores = own.get("scores") or [0.0] * len(tokens)
     vocabulary = {token: number for number, token in enumerate(tokens)}

@@ -1,4 +1,4 @@
-"""What every attention layer saw in a forward pass, handed to an observer while the pass runs.
+"""Observers: they see what every attention layer computes with while a forward pass runs.
 
 Queries and keys come from the attention function itself, after QK-norm and RoPE, so nothing is projected twice.
 """
@@ -6,50 +6,68 @@ Queries and keys come from the attention function itself, after QK-norm and RoPE
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from restorekv.cache.ragged import RaggedLayer
 from restorekv.model.attention import observing
 from restorekv.model.shape import decoder
 
 
 @dataclass(frozen=True)
-class LayerProbe:
-    """One layer in one pass of batch 1: Q query tokens over K keys, the last Q of which are their own.
+class LayerView:
+    """One layer in one pass of batch 1: Q query tokens over K keys, of which the last Q are their own.
 
-    hidden (Q, d) is the input of the attention module, after the input norm; query (H, G, Q, D) is after QK-norm
-    and RoPE; key and value (H, K, D), in a ragged cache those of its tail.
+    hidden (Q, d) is the input of the attention module, after the input norm; query (H, G, Q, D) is after QK-norm and
+    RoPE; key and value (H, K, D) are those of the tail if the layer is `ragged`; mask (1, 1, Q, K) or None = causal.
     """
 
     layer: int
     module: nn.Module
     scale: float
-    hidden: Tensor
+    hidden: Tensor | None
     query: Tensor
     key: Tensor
     value: Tensor
+    ragged: RaggedLayer | None = None
+    mask: Tensor | None = None
+
+
+OnLayer = Callable[[LayerView], Tensor | None]
+
+
+class Observer(Protocol):
+    """Sees a prefill: called for every layer of every chunk; may return the layer's attention output (Q, H * G, D)."""
+
+    def on_layer(self, view: LayerView) -> Tensor | None: ...
 
 
 @contextmanager
-def probing(model: PreTrainedModel, see: Callable[[LayerProbe], Tensor | None]) -> Iterator[None]:
-    """Calls see(LayerProbe) for every attention layer of every pass inside the block, in the order of the layers.
+def observe_layers(model: PreTrainedModel, on_layer: OnLayer) -> Iterator[None]:
+    """Calls on_layer(LayerView) for every attention layer of every pass in the block, in the order of the layers.
 
-    Where it returns a tensor (Q, H * G, D), this is what attention gives, unless the layer is ragged.
+    A tensor (Q, H * G, D) that it returns replaces the output of attention, except in a ragged layer.
     """
     inputs: list[Tensor] = []
 
-    def remember(module: nn.Module, args: tuple, kwargs: dict[str, object]) -> None:
+    def before_layer(module: nn.Module, args: tuple, kwargs: dict[str, object]) -> None:
         inputs[:] = [kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]]
 
-    def notice(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor | None:
-        grouped = query[0].unflatten(0, (key.shape[1], -1))
-        found = see(LayerProbe(module.layer_idx, module, scale, inputs[0][0], grouped, key[0], value[0]))
-        return found if found is None else found[None]
+    def before_attention(module, query, key, value, mask, scale) -> Tensor | None:
+        ragged = key if isinstance(key, RaggedLayer) else None
+        keys, values = ragged.pair if ragged else (key, value)
+        grouped = query[0].unflatten(0, (keys.shape[1], -1))
+        output = on_layer(
+            LayerView(module.layer_idx, module, scale, inputs[0][0], grouped, keys[0], values[0], ragged, mask)
+        )
+        return None if output is None else output[None]
 
-    handles = [layer.self_attn.register_forward_pre_hook(remember, with_kwargs=True) for layer in decoder(model).layers]
+    layers = decoder(model).layers
+    handles = [layer.self_attn.register_forward_pre_hook(before_layer, with_kwargs=True) for layer in layers]
     try:
-        with observing(notice):
+        with observing(before_attention):
             yield
     finally:
         for handle in handles:

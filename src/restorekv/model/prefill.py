@@ -1,4 +1,4 @@
-"""Filling a cache: a chunked prefill, and a cache that can be looked at without being filled.
+"""Filling a cache in chunks, and views of a filled cache that passes can read without changing it.
 
 Only the decoder runs, never the LM head, and no gradient is recorded.
 """
@@ -17,9 +17,9 @@ MASK = 1 << 26  # entries of a chunk's mask, so that it takes as much memory for
 
 @torch.no_grad()
 def prefill(model: PreTrainedModel, ids: Tensor, chunk: int | None = None, into: Cache | None = None) -> Cache:
-    """ids (1, S + T) -> keys and values (1, H, S + T, D) of every layer; `chunk` bounds the memory of activations.
+    """ids (1, S + T) -> a cache with keys and values (1, H, S + T, D) of every layer, appended to `into` if given.
 
-    They join what the cache `into` holds, or make a new one. Without `chunk` the mask is bounded too.
+    `chunk` bounds the memory of activations; by default that of the mask is bounded too.
     """
     full = DynamicCache() if into is None else into
     chunk = chunk or max(min(CHUNK, MASK // ids.shape[-1]), 1)
@@ -28,11 +28,11 @@ def prefill(model: PreTrainedModel, ids: Tensor, chunk: int | None = None, into:
     return full
 
 
-class PassingLayer(DynamicLayer):
-    """Shows a dense layer's pairs followed by those of the pass at hand; `keys` and `values` are the pass's own.
+class ReadOnlyLayer(DynamicLayer):
+    """Shows a dense layer's pairs followed by those of the current pass, which `keys` and `values` hold alone.
 
-    Nothing has to be cut back after a pass, and of all layers just one holds the joined copy at a time. The dense layer
-    is not looked at before its turn: it may lie elsewhere until then.
+    Nothing has to be removed after a pass, and only one layer at a time holds the joined copy. The dense layer is not
+    touched before its turn, since an offloaded one is elsewhere until then.
     """
 
     def __init__(self, dense: DynamicLayer, columns: int | None = None) -> None:
@@ -44,48 +44,47 @@ class PassingLayer(DynamicLayer):
         return self.dense.get_seq_length() if self.columns is None else self.columns
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Q new pairs (1, H, Q, D) -> all of them, (1, H, S + T + Q, D)."""
+        """Q new pairs (1, H, Q, D) -> all pairs, (1, H, S + T + Q, D)."""
         self.keys, self.values = key_states, value_states
-        held = (x[..., : self.columns, :] for x in (self.dense.keys, self.dense.values))
-        return tuple(torch.cat(pair, dim=-2) for pair in zip(held, (key_states, value_states), strict=True))
+        cached = (x[..., : self.columns, :] for x in (self.dense.keys, self.dense.values))
+        return tuple(torch.cat(pair, dim=-2) for pair in zip(cached, (key_states, value_states), strict=True))
 
 
-def passing(full: Cache, columns: int | None = None) -> Cache:
-    """A cache for passes that read `full`, or its first `columns`, and leave no trace in it, whatever happens.
+def read_only_view(full: Cache, columns: int | None = None) -> Cache:
+    """Returns a cache for passes that read `full`, or its first `columns` columns, and never change it.
 
-    Of a ragged cache, these are columns of its tail; the whole context is read.
+    Of a ragged cache, these are columns of its tail; the context is always read whole.
     """
-    return Cache(layers=[reading(layer, columns) for layer in full.layers])
+    return Cache(layers=[read_only(layer, columns) for layer in full.layers])
+
+
+def read_only(layer: DynamicLayer | RaggedLayer, columns: int | None) -> ReadOnlyLayer | RaggedLayer:
+    """Returns one layer of such a cache."""
+    if not isinstance(layer, RaggedLayer):
+        return ReadOnlyLayer(layer, columns)
+    context = (layer.context_keys, layer.context_values, layer.offsets, layer.positions)
+    return RaggedLayer(*context, layer.seen, *(x[..., :columns, :] for x in layer.pair), layer.bias)
 
 
 class QueryOnlyLayer(DynamicLayer):
-    """Shows the pairs of a pass alone, at positions after `seen` held ones: its observer computes attention."""
+    """Shows only the pairs of a pass, at positions after `seen` cached ones; the pass's observer computes attention."""
 
     def __init__(self, seen: int) -> None:
         super().__init__()
         self.seen, self.is_initialized = seen, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """(1, H, Q, D) as they are."""
+        """Returns (1, H, Q, D) unchanged."""
         return key_states, value_states
 
     def get_seq_length(self, *_: object) -> int:
         return self.seen
 
     def get_mask_sizes(self, query: int | Tensor) -> tuple[int, int]:
-        """Width and offset of the mask: the pass alone. transformers 5.2 gives positions, later ones their number."""
+        """Returns the mask's width and offset, for the pass alone; see CompressedLayer."""
         return query.shape[0] if isinstance(query, Tensor) else query, self.seen
 
 
-def behind(full: Cache) -> Cache:
-    """A cache for passes whose observer reads `full` itself; nothing of it is copied."""
+def query_only_view(full: Cache) -> Cache:
+    """Returns a cache for passes whose observer reads `full` itself; nothing of it is copied."""
     return Cache(layers=[QueryOnlyLayer(full.get_seq_length()) for _ in full.layers])
-
-
-def reading(layer: DynamicLayer | RaggedLayer, columns: int | None) -> PassingLayer | RaggedLayer:
-    """One layer of such a cache."""
-    if not isinstance(layer, RaggedLayer):
-        return PassingLayer(layer, columns)
-    tail = (x[..., :columns, :] for x in (layer.keys, layer.values))
-    context = (layer.context_keys, layer.context_values, layer.offsets, layer.positions)
-    return RaggedLayer(*context, layer.seen, *tail, layer.bias)

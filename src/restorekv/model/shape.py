@@ -1,4 +1,4 @@
-"""The facts about a model's shape that everything else depends on."""
+"""The shape of a model's cache."""
 
 from dataclasses import dataclass
 
@@ -38,5 +38,5 @@ class CacheShape:
 
 
 def decoder(model: PreTrainedModel) -> nn.Module:
-    """The backbone, which returns hidden states and skips the LM head."""
+    """Returns the backbone, which outputs hidden states and skips the LM head."""
     return model.get_decoder()

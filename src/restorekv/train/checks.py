@@ -12,7 +12,7 @@ from restorekv.compression.prepared import PreparedContext
 from restorekv.errors import RestoreKVError
 from restorekv.model import attention
 from restorekv.model.load import logits
-from restorekv.model.prefill import passing
+from restorekv.model.prefill import read_only_view
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.answers import answer_pass
 from restorekv.train.distill import divergence, from_hidden
@@ -81,7 +81,7 @@ def plain(lessons: TeacherCache, prepared: PreparedContext, taught: list[Teacher
     """`losses` of the model on the dense cache, one question at a time, by the logits that it makes itself."""
     model, found = lessons.model, []
     for lesson in taught:
-        ids, cache = lesson.ids[None].to(model.device), passing(prepared.full)
+        ids, cache = lesson.ids[None].to(model.device), read_only_view(prepared.full)
         made = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=lesson.answer + 1)
         found.append(divergence(logits(model, lesson.hidden), made.logits[0, :-1]))
     return torch.cat(found)

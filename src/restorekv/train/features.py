@@ -23,7 +23,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.files import replacing
 from restorekv.model import attention
 from restorekv.model.load import model_fingerprint
-from restorekv.model.observer import LayerProbe, probing
+from restorekv.model.observer import LayerView, observe_layers
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context, make_context
 from restorekv.model.shape import CacheShape
@@ -111,11 +111,11 @@ def observe(
     shape, chosen = CacheShape.of(model), chosen.to(model.device)
     hidden = torch.empty(shape.layers, context.positions, shape.hidden, dtype=model.dtype, device=model.device)
 
-    def see(probe: LayerProbe) -> None:
-        end = probe.key.shape[1]
-        hidden[probe.layer, end - probe.hidden.shape[0] : end] = probe.hidden
+    def on_layer(view: LayerView) -> None:
+        end = view.key.shape[1]
+        hidden[view.layer, end - view.hidden.shape[0] : end] = view.hidden
 
-    with probing(model, see):
+    with observe_layers(model, on_layer):
         full = prefill(model, context.ids)
     scores = evictors.make(target).score(model, tokenizer, context, full)
     return {

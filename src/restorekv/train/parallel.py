@@ -21,8 +21,7 @@ from transformers import PreTrainedModel
 
 from restorekv.errors import RestoreKVError
 from restorekv.model import base_weights
-from restorekv.model import load as models
-from restorekv.model.load import model_fingerprint, usable_device
+from restorekv.model.load import usable_device
 from restorekv.model.shape import decoder
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -217,7 +216,7 @@ def spread(model: PreTrainedModel, device: torch.device) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    models.FINGERPRINTS[model], base_weights.DESCRIBED[model] = model_fingerprint(model), base_weights.describe(model)
+    base_weights.remember(model)
     backbone, mesh = decoder(model), init_device_mesh(device.type, (dist.get_world_size(),))
     for layer in backbone.layers:
         fully_shard(layer, mesh=mesh)

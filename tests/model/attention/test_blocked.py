@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from restorekv.model.attention import blocked
-from restorekv.model.observer import probing
-from restorekv.model.prefill import behind, prefill
+from restorekv.model.observer import observe_layers
+from restorekv.model.prefill import prefill, query_only_view
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
@@ -126,16 +126,16 @@ def test_a_pass_behind_a_cache(tiny_model, held):
     ids = torch.randint(3, 300, (1, held + 9), generator=torch.Generator().manual_seed(0))
     full = prefill(tiny_model, ids[:, :held]) if held else None
 
-    def see(probe):
-        assert probe.key.shape[1] == 9
-        columns = [x[0] for x in (full.layers[probe.layer].keys, full.layers[probe.layer].values)] if held else None
-        nothing = [probe.key[:, :0], probe.value[:, :0]]
+    def on_layer(view):
+        assert view.key.shape[1] == 9
+        columns = [x[0] for x in (full.layers[view.layer].keys, full.layers[view.layer].values)] if held else None
+        nothing = [view.key[:, :0], view.value[:, :0]]
         return blocked.attend(
-            probe.query, (probe.key, probe.value), lambda head: tuple(x[head] for x in columns or nothing), probe.scale
+            view.query, (view.key, view.value), lambda head: tuple(x[head] for x in columns or nothing), view.scale
         )
 
     expected = tiny_model(ids).logits[:, held:]
-    with probing(tiny_model, see):
-        given_cache = behind(full) if held else None
+    with observe_layers(tiny_model, on_layer):
+        given_cache = query_only_view(full) if held else None
         logits = tiny_model(ids[:, held:], past_key_values=given_cache, use_cache=bool(held)).logits
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)

@@ -272,7 +272,7 @@ def test_a_step_reads_nothing_from_the_device():
         def __getitem__(self, grid):
             return lambda *args, **options: launched.append(grid)
 
-    with patch.multiple(triton_attend, work=Kernel(), merge=Kernel()), Heard() as heard:
+    with patch.multiple(triton_attend, attend_tile=Kernel(), merge=Kernel()), Heard() as heard:
         triton_attend.launch(*given_arguments)
     assert len(launched) == 2 and heard.names <= {"aten::new_empty", "aten::empty.memory_format"}
     with FakeTensorMode() as mode:
@@ -314,7 +314,8 @@ def test_what_it_cannot_do_is_refused_and_never_chosen():
 @pytest.mark.slow
 def test_without_triton_everything_else_works():
     code = (
-        "from restorekv import attention\nassert attention.triton_attend is None and 'triton' not in attention.BACKENDS"
+        "from restorekv.model.attention import BACKENDS, triton_attend\n"
+        "assert triton_attend is None and 'triton' not in BACKENDS"
     )
     without_triton(code)
 

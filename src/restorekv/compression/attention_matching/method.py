@@ -36,7 +36,7 @@ from restorekv.compression.attention_matching.matching import Targets, fit, obse
 from restorekv.compression.prepared import PLAIN, CompressionConfig, PreparedContext, Ratio, timed
 from restorekv.errors import AdapterError, RestoreKVError
 from restorekv.model import attention
-from restorekv.model.observer import LayerProbe, probing
+from restorekv.model.observer import LayerView, observe_layers
 from restorekv.model.prefill import CHUNK, prefill
 from restorekv.model.prompt import Context, encode, make_context
 from restorekv.model.shape import CacheShape, decoder
@@ -170,13 +170,13 @@ def reference(model: PreTrainedModel, full: DynamicCache, ids: Tensor, chosen: T
     scales = [0.0 for _ in full.layers]
     chosen, read = chosen.to(model.device), 0
 
-    def see(probe: LayerProbe) -> None:
-        pool = probe.query.transpose(1, 2).flatten(1, 2)
-        here = chosen - read * probe.query.shape[1]
-        found[probe.layer].append(pool[:, here[(here >= 0) & (here < pool.shape[1])]])
-        scales[probe.layer] = probe.scale
+    def on_layer(view: LayerView) -> None:
+        pool = view.query.transpose(1, 2).flatten(1, 2)
+        here = chosen - read * view.query.shape[1]
+        found[view.layer].append(pool[:, here[(here >= 0) & (here < pool.shape[1])]])
+        scales[view.layer] = view.scale
 
-    with probing(model, see):
+    with observe_layers(model, on_layer):
         for piece in ids.to(model.device).split(CHUNK, dim=-1):
             decoder(model)(input_ids=piece, past_key_values=reading, use_cache=True)
             read += piece.shape[-1]

@@ -80,7 +80,7 @@ def looked(case: Case, cache: RaggedCache, prompt: Tensor, full: dict[tuple[int,
                 there = full[index, head][:, places[places >= sinks].long()]
                 kl[:, index] += torch.stack([divergence(there, parts[0]).mean(), torch.ones(())])
 
-    with watching(layers, see, last=1):
+    with watching(model, see, last=1):
         decoder(model)(input_ids=prompt.to(model.device), past_key_values=cache.fork(), use_cache=True)
     return {"masses": masses.tolist()} | ({} if keep else {"kl_attention": kl.tolist()})
 

@@ -54,7 +54,7 @@ def measure(case: Case) -> dict:
             entropy[index] += entropy_of(context[..., inside]).mean(0) / layer.heads
             total.index_add_(1, places[inside], context[..., inside].mean(0))
 
-    with watching(layers, see):
+    with watching(case.prepared.model, see):
         adapter.append(cache)
     total = (total / total.sum(-1, keepdim=True).clamp_min(torch.finfo(total.dtype).tiny))[:, prefix:]
     histogram = torch.zeros(n, BINS, dtype=torch.float64).index_add_(1, case.bins, total)

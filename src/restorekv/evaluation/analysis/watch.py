@@ -1,48 +1,44 @@
-"""Attention weights over a ragged cache, handed to an observer while a pass runs.
+"""Attention weights over a ragged cache, passed to a callback while a pass runs.
 
-The pass itself is computed by the backend `frozen`; the weights are those of its own blocks, in float64.
+The backend `frozen` computes the pass; the weights are those of its own blocks, in float64.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count, groupby
+from itertools import groupby
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from restorekv.cache.ragged import RaggedLayer
 from restorekv.model import attention
 from restorekv.model.attention import frozen
 from restorekv.model.attention.naive import causal
+from restorekv.model.observer import LayerView, observe_layers
 
 See = Callable[[int, RaggedLayer, Iterator[Tensor]], None]
 
 
 @contextmanager
-def watching(layers: int, see: See, last: int | None = None) -> Iterator[None]:
-    """Calls see(layer index, layer, weights) for every ragged layer of every pass of batch 1 inside the block.
+def watching(model: PreTrainedModel, see: See, last: int | None = None) -> Iterator[None]:
+    """Calls see(layer index, layer, weights) for every ragged layer of every pass of batch 1 in the block.
 
     `weights` yields, for each of the H KV heads, (G, Q, N + t): a softmax over the head's N context pairs, in the order
     of the layer's rows, and the t pairs of the tail, the pass's own included. With `last`, of the last so many queries.
     """
-    turns = count()
 
-    def attend(query: Tensor, layer: RaggedLayer, mask: Tensor | None, scale: float) -> Tensor:
+    def on_layer(view: LayerView) -> None:
+        query, layer, mask = view.query[None], view.ragged, view.mask
         if mask is None:
-            mask = causal(query.shape[-2], layer.keys.shape[-2], query.device)[None, None]
+            mask = causal(query.shape[-2], layer.columns, query.device)[None, None]
         first = 0 if last is None else query.shape[-2] - last
-        see(next(turns) % layers, layer, weights(query[..., first:, :], layer, mask[..., first:, :], scale))
-        return frozen.attend(query, layer, mask, scale)
+        see(view.layer, layer, weights(query[..., first:, :], layer, mask[..., first:, :], view.scale))
 
-    name = f"watched {id(attend)}"
-    attention.BACKENDS[name] = attend
-    try:
-        with attention.using(name):
-            yield
-    finally:
-        del attention.BACKENDS[name]
+    with attention.using("frozen"), observe_layers(model, on_layer):
+        yield
 
 
 def weights(query: Tensor, layer: RaggedLayer, mask: Tensor, scale: float) -> Iterator[Tensor]:

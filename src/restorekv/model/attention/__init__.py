@@ -1,9 +1,8 @@
-"""The one seam into transformers: an attention function named "restorekv".
+"""The attention function "restorekv", registered with transformers.
 
-It receives the post-RoPE query of a layer and either dense keys and values, which go to PyTorch's SDPA (after
-the observer, if there is one, has seen them), or a `RaggedLayer` twice, which goes to a backend of this
-package: softmax(q [K_context; K_tail]^T * scale + bias) [V_context; V_tail], defined by `naive.py`; or a
-`MultiContextLayer` twice, whose documents are attended to one by one.
+It gets the post-RoPE query of a layer and either dense keys and values, which go to PyTorch's SDPA, or a `RaggedLayer`
+twice, which goes to one of the backends here, or a `MultiContextLayer` twice, whose documents go there one by one.
+A backend computes softmax(q [K_context; K_tail]^T * scale + bias) [V_context; V_tail]; `naive.py` is the definition.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,31 +27,33 @@ except ImportError:  # an extra: pip install 'restorekv[triton]'
     triton_attend = None
 
 NAME = "restorekv"
-Observer = Callable[[nn.Module, Tensor, Tensor, Tensor, float], Tensor | None]
+Pairs = Tensor | RaggedLayer
+Callback = Callable[[nn.Module, Tensor, Pairs, Pairs, Tensor | None, float], Tensor | None]
 Backend = Callable[[Tensor, RaggedLayer, Tensor | None, float], Tensor]
 BACKENDS: dict[str, Backend] = {"naive": naive.attend, "cascade": cascade.attend, "frozen": frozen.attend}
 if triton_attend is not None:
     BACKENDS["triton"] = triton_attend.attend
-WORKSPACE = 16 << 20  # bytes of a layer that may be copied at once: joined for SDPA, or opened from 8 bits
+WORKSPACE = 16 << 20  # bytes of a layer that may be copied at once: joined for SDPA, or unpacked from 8 bits
 
-_observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
+_callback: ContextVar[Callback | None] = ContextVar("callback", default=None)
 _backend: ContextVar[str | None] = ContextVar("backend", default=None)
-_open: list[str] = []  # blocks of `observing` and `using`, of all threads
+_open: list[str] = []  # open blocks of `observing` and `using` in all threads
 
 
 @contextmanager
-def observing(callback: Observer) -> Iterator[None]:
-    """Calls callback(module, query (1, H*G, Q, D), key (1, H, K, D), value, scale) before attention.
+def observing(callback: Callback) -> Iterator[None]:
+    """Calls callback(module, query (B, H*G, Q, D), key, value, mask, scale) before every layer's attention.
 
-    A tensor (1, Q, H*G, D) that it returns is the result. Of a ragged layer the tail is shown and no result is taken.
+    Key and value are dense (B, H, K, D), and a returned tensor (B, Q, H*G, D) replaces the result; or both are the
+    RaggedLayer, whose result is computed in any case. `model.observer.observe_layers` is easier to use.
     """
-    with setting(_observer, callback):
+    with setting(_callback, callback):
         yield
 
 
 @contextmanager
 def using(backend: str) -> Iterator[None]:
-    """Forces one of BACKENDS for ragged layers; without it `choose` decides."""
+    """Forces one of BACKENDS for ragged layers, instead of the one that `choose` picks."""
     if backend not in BACKENDS:
         raise RestoreKVError(f"There is no attention backend {backend!r} here; use one of {', '.join(BACKENDS)}.")
     with setting(_backend, backend):
@@ -61,7 +62,7 @@ def using(backend: str) -> Iterator[None]:
 
 @contextmanager
 def setting(variable: ContextVar, value: object) -> Iterator[None]:
-    """Sets it inside the block. torch.compile cannot read such a variable, so it is read only while a block is open."""
+    """Sets a variable in the block. torch.compile cannot read it, so it is read only while some block is open."""
     token = variable.set(value)
     _open.append(variable.name)
     try:
@@ -71,16 +72,16 @@ def setting(variable: ContextVar, value: object) -> Iterator[None]:
         variable.reset(token)
 
 
-def held(variable: ContextVar) -> object | None:
-    """The value set by an open block, if there is one."""
+def current(variable: ContextVar) -> object | None:
+    """Returns the value that an open block has set, or None."""
     return variable.get() if variable.name in _open else None
 
 
 def choose(query: Tensor, layer: RaggedLayer) -> Backend:
-    """Frozen where gradients are needed; else the GPU's kernel, the CPU's (cascade), or frozen, which runs anywhere."""
-    if name := held(_backend):
+    """Returns the GPU kernel or the CPU's (cascade) if it can answer, else `frozen`, which has gradients everywhere."""
+    if name := current(_backend):
         return BACKENDS[name]
-    if stored.packed(layer):
+    if stored.is_packed(layer):
         return stored.attend
     if query.is_cuda and triton_attend is not None and triton_attend.usable(query, layer):
         return triton_attend.attend
@@ -88,57 +89,61 @@ def choose(query: Tensor, layer: RaggedLayer) -> Backend:
 
 
 def prepare(layers: Sequence[RaggedLayer]) -> None:
-    """Makes what the GPU's backend needs of a cache, for all its layers and every fork, such as a graph would hold."""
+    """Makes the GPU backend's work lists for all layers and their forks, before a CUDA graph records a step."""
     if triton_attend is not None and layers[0].device.type == "cuda":
         tiles.plan(layers)
 
 
-def opens(layer: RaggedLayer) -> bool:
-    """Whether a context of 8 bits is widened whole: for a backend that was asked for, or a GPU's, within WORKSPACE."""
-    small = layer.device.type != "cpu" and stored.packed(layer) and stored.workspace(layer) <= WORKSPACE
-    return small or (held(_backend) is not None and stored.packed(layer))
+def unpacks(layer: RaggedLayer) -> bool:
+    """Returns whether to unpack a whole 8-bit context: for a forced backend, and on a GPU if WORKSPACE suffices."""
+    if not stored.is_packed(layer):
+        return False
+    nbytes = 2 * layer.context_keys.codes.numel() * layer.dtype.itemsize
+    return current(_backend) is not None or (layer.device.type != "cpu" and nbytes <= WORKSPACE)
 
 
 def attend(
     module: nn.Module,
     query: Tensor,
-    key: Tensor | RaggedLayer | MultiContextLayer,
-    value: Tensor | RaggedLayer | MultiContextLayer,
+    key: Pairs | MultiContextLayer,
+    value: Pairs | MultiContextLayer,
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """query (B, H*G, Q, D) -> (B, Q, H*G, D), the signature of transformers' AttentionInterface."""
+    """query (B, H*G, Q, D) -> (B, Q, H*G, D), with the signature of transformers' AttentionInterface."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(key, MultiContextLayer):
         parts = key.split(query, attention_mask)
         return torch.cat([attend(module, rows, own, own, mask, scaling=scale)[0] for own, rows, mask in parts]), None
-    observer, ragged = held(_observer), isinstance(key, RaggedLayer)
-    if observer is not None:
-        found = observer(module, query, *((key.keys, key.values) if ragged else (key, value)), scale)
-        if found is not None and not ragged:
-            return found, None
+    ragged = isinstance(key, RaggedLayer)
+    if (callback := current(_callback)) is not None:
+        result = callback(module, query, key, value, attention_mask, scale)
+        if result is not None and not ragged:
+            return result, None
     if ragged:
         grouped = query.unflatten(1, (key.heads, -1))
-        layer = stored.opened(key) if opens(key) else key
+        layer = stored.unpacked(key) if unpacks(key) else key
         result = choose(grouped, layer)(grouped, layer, attention_mask, scale)
         return result.flatten(1, 2).transpose(1, 2).contiguous(), None
-    if attention_mask is not None and heads_are_shared(query, dropout, kwargs):
+    if attention_mask is not None and shares_heads(query, dropout, kwargs):
         result = sdpa(query, key, value, attn_mask=attention_mask, scale=scale, enable_gqa=True)
         return result.transpose(1, 2).contiguous(), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **kwargs)
 
 
-def heads_are_shared(query: Tensor, dropout: float, options: dict[str, object]) -> bool:
-    """Whether SDPA reads a KV head once for all its query heads, under a mask: its kernel for CPUs does, with the same
-    result. transformers copies keys and values for each of them."""
+def shares_heads(query: Tensor, dropout: float, options: dict[str, object]) -> bool:
+    """Returns whether SDPA can read a KV head once for all its query heads under a mask, as its CPU kernel does.
+
+    The result is the same; transformers copies keys and values for every query head.
+    """
     plain = all(options.get(name) is None for name in ("softcap", "position_bias"))
     return query.device.type == "cpu" and not torch.is_grad_enabled() and not dropout and plain
 
 
 def install(model: PreTrainedModel) -> None:
-    """Routes every attention layer of `model` through `attend`; dense results stay those of SDPA."""
+    """Routes every attention layer of `model` through `attend`; dense layers give the same result as with SDPA."""
     if model.config._attn_implementation == NAME:
         return
     try:

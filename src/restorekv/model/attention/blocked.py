@@ -1,14 +1,14 @@
-"""Attention of a pass over pairs that are held and over its own, on a CPU, and its weights on the way.
+"""A pass's attention on a CPU over the pairs of a cache and its own pairs, with its weights for an observer.
 
-Every row reads all held pairs and the own ones up to itself. Rows go through in blocks of one KV head, G query heads
-together, so that a block's logits stay in the processor's cache and are made once for the output and for whoever wants
-the weights. Logits are float32, in units of log 2 (2^x is three times as fast as e^x); weights meet the values in the
-values' dtype, as in flash attention. Held pairs that take no part in the wanted softmax go through in tiles, whose
-averages o and log-sum-exps l are merged one after the other,
+Every row sees all cached pairs and its own pairs up to itself. Rows are processed in blocks, the G query heads of one
+KV head together, so that a block's logits stay in the processor's cache and serve both the output and the weights.
+Logits are float32 in units of log 2 (2^x is three times as fast as e^x); weights are multiplied with values in the
+values' dtype, as in flash attention. Cached pairs outside the wanted softmax are processed in tiles, whose averages o
+and log-sum-exps l are merged one after the other:
 
     l = log(e^l1 + e^l2),    o = e^(l1 - l) o1 + e^(l2 - l) o2.
 
-Memory beyond the output: one head's keys and values of that softmax, and some copies of one block.
+Beyond the output this needs memory for one head's keys and values in that softmax and a few copies of one block.
 """
 
 import math
@@ -19,30 +19,30 @@ import torch
 from torch import Tensor
 
 BLOCK = 1 << 20  # logits of a block
-TILE = 2048  # held pairs of a tile
+TILE = 2048  # cached pairs of a tile
 Pairs = tuple[Tensor, Tensor]
 Part = tuple[Tensor, Tensor]  # averages (..., R, D) and log-sum-exps (..., R, 1)
-See = Callable[[int, int, int, Tensor], None]
+OnWeights = Callable[[int, int, int, Tensor], None]
 
 
 def attend(
     query: Tensor,
     own: Pairs,
-    held: Callable[[int], Pairs],
+    cached: Callable[[int], Pairs],
     scale: float,
     inside: Sequence[slice] = (),
-    see: See = lambda *_: None,
+    on_weights: OnWeights = lambda *_: None,
 ) -> Tensor:
-    """query (H, G, Q, D), own keys and values (H, Q, D), held(head) those of K pairs, (K, D) -> (Q, H * G, D).
+    """query (H, G, Q, D), own keys and values (H, Q, D), cached(head) -> (K, D) twice; returns (Q, H * G, D).
 
-    see(head, low, high, weights) gets, of the rows [low, high), the softmax over the held columns in `inside`, which
-    are in order and do not overlap, followed by the own pairs: (G, high - low, W + high) float32, free to be changed.
+    on_weights(head, low, high, weights) gets the softmax of the rows [low, high) over the cached columns in `inside`
+    (ordered, disjoint slices) followed by the own pairs: (G, high - low, W + high) float32, which it may change.
     """
     heads, groups, rows, _ = query.shape
     exact = torch.promote_types(query.dtype, torch.float32)
     output = query.new_empty(rows, heads, groups, own[1].shape[-1])
     for head in range(heads):
-        pairs = held(head)
+        pairs = cached(head)
         keys, values = (
             torch.cat([*(x[part] for part in inside), mine[head]]) for x, mine in zip(pairs, own, strict=True)
         )
@@ -56,7 +56,7 @@ def attend(
             far = (average(part, key.to(exact), value)[1] for key, value in others)
             mean = reduce(merged, far, near)[0]
             output[low:high, head] = mean.unflatten(0, (groups, -1)).transpose(0, 1)
-            see(head, low, high, weights.unflatten(0, (groups, -1)))
+            on_weights(head, low, high, weights.unflatten(0, (groups, -1)))
     return output.flatten(1, 2)
 
 
@@ -73,13 +73,13 @@ def average(rows: Tensor, keys: Tensor, values: Tensor, own: int = 0) -> tuple[T
 
 
 def merged(one: Part, two: Part) -> Part:
-    """The average over both of two disjoint sets of pairs, and its log-sum-exp."""
+    """Returns the average over two disjoint sets of pairs, and its log-sum-exp."""
     lse = torch.logaddexp(one[1], two[1])
     return (one[1] - lse).exp() * one[0] + (two[1] - lse).exp() * two[0], lse
 
 
 def outside(inside: Sequence[slice], count: int) -> list[slice]:
-    """The columns of [0, count) that are not in `inside`, in tiles."""
+    """Returns the columns of [0, count) that are not in `inside`, in tiles."""
     edges = [0, *(edge for part in inside for edge in (part.start, part.stop)), count]
     gaps = zip(edges[::2], edges[1::2], strict=True)
     return [slice(low, min(low + TILE, stop)) for start, stop in gaps for low in range(start, stop, TILE)]

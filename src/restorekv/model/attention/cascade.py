@@ -1,10 +1,12 @@
-"""Ragged attention on a CPU for decoding and batches of questions: PyTorch's own fused kernel, a head at a time.
+"""Ragged attention on a CPU for decoding and batches of questions, with PyTorch's fused kernel for each head.
 
-The rows of one head's context are read by all queries of a batch at once, B questions times G group heads, from where
-they lie: nothing is padded, widened or copied. A long head is cut into pieces, since the kernel shares out heads and
-blocks of queries among its threads, not rows. Pieces and tail are joined by their log-sum-exps,
-    o = sum_i e^(l_i - l) o_i,    l = log sum_i e^l_i,
-which is the softmax over all of them. Logits and sums are float32 (float64 for float64).
+All queries of a batch, B questions times G group heads, read the rows of one head's context at once and in place:
+nothing is padded, widened or copied. A long head is cut into pieces, since the kernel divides heads and blocks of
+queries among its threads, not rows. Pieces and tail are joined by their log-sum-exps l_i into one softmax:
+
+    o = sum_i e^(l_i - l) o_i,    l = log sum_i e^l_i.
+
+Logits and sums are float32 (float64 for float64).
 """
 
 from itertools import pairwise
@@ -16,27 +18,27 @@ from restorekv.cache.ragged import RaggedLayer
 from restorekv.errors import RestoreKVError
 from restorekv.model.attention.naive import causal
 
-LEAST = 512  # rows of a piece; the kernel takes as many at a time
-BLOCK = 32  # queries that one thread takes
+LEAST = 512  # rows of a piece, as many as the kernel reads at a time
+BLOCK = 32  # queries for one thread
 
 
 def usable(query: Tensor, layer: RaggedLayer) -> bool:
-    """Whether this backend can answer: on a CPU, for one dtype, where no gradient is wanted."""
+    """Returns whether this backend can answer: on a CPU, with one dtype, without gradients."""
     tensors = query, layer.keys, layer.values
-    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return query.device.type == "cpu" and query.dtype == layer.keys.dtype == layer.context_keys.dtype and not wanted
+    learning = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return query.device.type == "cpu" and query.dtype == layer.keys.dtype == layer.context_keys.dtype and not learning
 
 
 def attend(query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: float) -> Tensor:
     """query (B, H, G, Q, D), tail_mask (B, 1, Q, n+q) bool or None = causal -> (B, H, G, Q, D); no gradients."""
     if not usable(query, layer):
-        raise RestoreKVError("The backend 'cascade' runs on a CPU and gives no gradients; let one be chosen.")
+        raise RestoreKVError("The backend 'cascade' runs on a CPU without gradients; leave out attention.using(...).")
     batch, heads, groups, queries, width = query.shape
-    if batch * groups * queries == 1:  # with one row the kernel multiplies in another way, at half the speed
+    if batch * groups * queries == 1:  # with one row the kernel multiplies differently, at half the speed
         return attend(query.expand(-1, -1, 2, -1, -1), layer, tail_mask, scale)[:, :, :1]
     rows = query.transpose(0, 1).reshape(heads, -1, width)  # (H, R, D), R = B*G*Q
     most = max(min(layer.longest // LEAST, threads() // -(-rows.shape[1] // BLOCK)), 1)
-    outputs = query.new_zeros(most + 2, *rows.shape)  # of every piece, the rows left over and the tail
+    outputs = query.new_zeros(most + 2, *rows.shape)  # one for each piece, one for the remaining rows, one for the tail
     lses = rows.new_full(outputs.shape[:-1], torch.finfo(exact(query)).min, dtype=exact(query))
     for head, (start, end) in enumerate(pairwise(layer.bounds)):
         pieces = max(min((end - start) // LEAST, most), 1)
@@ -51,7 +53,7 @@ def attend(query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: f
 
 
 def attend_rows(rows: Tensor, layer: RaggedLayer, start: int, end: int, pieces: slice, scale: float) -> tuple:
-    """rows (R, D) over a head's pairs start:end -> averages (pieces, R, D) and log-sum-exps (pieces, R)."""
+    """rows (R, D) over the pairs start:end of a head -> averages (pieces, R, D) and log-sum-exps (pieces, R)."""
     shape = (1, pieces.stop - (pieces.start or 0), -1, rows.shape[-1])
     keys, values = (x[start:end].view(shape) for x in (layer.context_keys, layer.context_values))
     bias = None
@@ -62,7 +64,7 @@ def attend_rows(rows: Tensor, layer: RaggedLayer, start: int, end: int, pieces: 
 
 
 def attend_tail(rows: Tensor, layer: RaggedLayer, mask: Tensor | None, groups: int, scale: float) -> tuple:
-    """rows (B, H, G*Q, D) -> averages over the tail, same shape, and log-sum-exps (B, H, G*Q)."""
+    """rows (B, H, G*Q, D) -> averages over the tail, of the same shape, and log-sum-exps (B, H, G*Q)."""
     queries = rows.shape[2] // groups
     if mask is None and queries > 1:
         mask = causal(queries, layer.columns, rows.device)[None, None]
@@ -73,16 +75,16 @@ def attend_tail(rows: Tensor, layer: RaggedLayer, mask: Tensor | None, groups: i
 
 
 def fused(query: Tensor, keys: Tensor, values: Tensor, **more: object) -> tuple[Tensor, Tensor]:
-    """(B, H, R, D), twice (B, H, N, D) -> averages and log-sum-exps (B, H, R); what SDPA calls, which tells no sums."""
+    """query (B, H, R, D), pairs (B, H, N, D) -> averages and log-sum-exps (B, H, R), which SDPA does not return."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, **more)
 
 
 @torch.compiler.assume_constant_result
 def threads() -> int:
-    """torch.compile cannot trace the question, so it takes the answer for granted."""
+    """Returns the number of threads as a constant, since torch.compile cannot trace the call."""
     return torch.get_num_threads()
 
 
 def exact(rows: Tensor) -> torch.dtype:
-    """Of masks and sums."""
+    """Returns the dtype of masks and sums."""
     return torch.promote_types(rows.dtype, torch.float32)

@@ -1,9 +1,9 @@
-"""Ragged attention that keeps its inputs alone for the backward pass, a block of rows at a time; for long contexts.
+"""Ragged attention for long contexts: computed in blocks of rows, it keeps only its inputs for the backward pass.
 
 With logits s, weights p = softmax(s) over context and tail, output o = p v and its gradient do,
     dp = do v^T,    ds = p * (dp - rowsum(p * dp)),    dq = ds k,    dk = ds^T q,    dv = p^T do,
-and the frozen context needs neither dk nor dv. The backward pass computes p again instead of keeping it, as
-FlashAttention does (arXiv:2205.14135). A row has its whole softmax in one block, so nothing has to be merged.
+and the frozen context needs neither dk nor dv. The backward pass recomputes p, as FlashAttention does
+(arXiv:2205.14135). A row has its whole softmax in one block, so nothing has to be merged.
 """
 
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from restorekv.cache.ragged import RaggedLayer
 from restorekv.model.attention.naive import causal
 
-BLOCK = 1 << 22  # logits of a block; three such tensors at once are 48 MiB in float32
-Pairs = tuple[Tensor, Tensor]  # one head's keys, or values: of the context (N, D), of the tail (B, t, D)
+BLOCK = 1 << 22  # logits of a block; three such tensors exist at once, 48 MiB in float32
+Pairs = tuple[Tensor, Tensor]  # one head's keys, or its values: context (N, D) and tail (B, t, D)
 
 
 def attend(query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: float) -> Tensor:
@@ -29,7 +29,7 @@ def attend(query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: f
 
 
 class Frozen(torch.autograd.Function):
-    """Gradients for the query and the tail; the context is referred to, never copied."""
+    """Gives gradients to the query and the tail; the context is referenced, never copied."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, *inputs) -> Tensor:
@@ -60,9 +60,9 @@ class Frozen(torch.autograd.Function):
 
 
 def blocks(query, tail_keys, tail_values, mask, context_keys, context_values, bias, bounds, scale) -> Iterator[tuple]:
-    """Of every head and as many of its queries as BLOCK allows: (head, rows, scaled query, keys, values, weights).
+    """Yields (head, rows, scaled query, keys, values, weights) for every head and as many queries as BLOCK allows.
 
-    The scaled query is (B, G, q, D), the weights are (B, G, q, N + t), both float32 or the query's wider type.
+    Scaled query (B, G, q, D) and weights (B, G, q, N + t) are float32, or the query's dtype if that is wider.
     """
     batch, _, groups, queries, _ = query.shape
     exact = torch.promote_types(query.dtype, torch.float32)
@@ -81,12 +81,12 @@ def blocks(query, tail_keys, tail_values, mask, context_keys, context_values, bi
 
 
 def products(rows: Tensor, pairs: Pairs) -> Tensor:
-    """(B, G, q, D) times every pair -> (B, G, q, N + t)."""
+    """Multiplies (B, G, q, D) by the keys or values of every pair: (B, G, q, N + t)."""
     context, tail = pairs
     return torch.cat([rows @ context.mT, rows @ tail[:, None].mT], -1)
 
 
 def mix(weights: Tensor, pairs: Pairs) -> Tensor:
-    """(B, G, q, N + t) -> the weighted sum of all pairs, (B, G, q, D)."""
+    """Sums all pairs with weights (B, G, q, N + t): (B, G, q, D)."""
     context, tail = pairs
     return weights[..., : len(context)] @ context + weights[..., len(context) :] @ tail[:, None]

@@ -1,4 +1,4 @@
-"""The definition of ragged attention: one loop over heads, one softmax over context and tail, no tricks."""
+"""The definition of ragged attention: one loop over heads and one softmax over context and tail."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from restorekv.cache.ragged import RaggedLayer
 
 
 def causal(queries: int, keys: int, device: torch.device) -> Tensor:
-    """(Q, K) bool; the last query sees every key, the one before all but the last, and so on."""
+    """Returns (Q, K) bool: the last query sees every key, the one before it all but the last, and so on."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 

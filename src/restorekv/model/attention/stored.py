@@ -1,7 +1,7 @@
-"""Ragged attention over a context of 8 bits a number: its rows are widened a tile at a time, never a whole layer.
+"""Ragged attention over an 8-bit context, whose rows are unpacked one tile at a time, never a whole layer.
 
-Of every head, the softmax average and log-sum-exp of the tail are merged with those of tile after tile, as in
-`blocked.py`. On a GPU a layer that fits into a small workspace is widened whole for the kernel there.
+For every head, the softmax average and log-sum-exp over the tail are merged with those of tile after tile, as in
+`blocked.py`. On a GPU a layer that fits into a small workspace is unpacked whole for the kernel there.
 """
 
 import copy
@@ -15,24 +15,19 @@ from restorekv.cache.ragged import RaggedLayer
 from restorekv.model.attention.blocked import Part, merged
 from restorekv.model.attention.naive import causal
 
-BLOCK = 1 << 20  # numbers of a tile's keys, or of its logits
+BLOCK = 1 << 20  # numbers in a tile's keys, or in its logits
 
 
-def packed(layer: RaggedLayer) -> bool:
-    """Whether the context is stored in 8 bits."""
+def is_packed(layer: RaggedLayer) -> bool:
+    """Returns whether the context is stored in 8 bits."""
     return isinstance(layer.context_keys, Packed)
 
 
-def opened(layer: RaggedLayer) -> RaggedLayer:
-    """The layer with its context in the model's dtype, for one call."""
+def unpacked(layer: RaggedLayer) -> RaggedLayer:
+    """Returns the layer with its context in the model's dtype, for one call."""
     plain = copy.copy(layer)
     plain.context_keys, plain.context_values = layer.context_keys[:], layer.context_values[:]
     return plain
-
-
-def workspace(layer: RaggedLayer) -> int:
-    """Bytes of the context of an opened layer."""
-    return 2 * layer.context_keys.codes.numel() * layer.dtype.itemsize
 
 
 def attend(query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: float) -> Tensor:
@@ -40,28 +35,28 @@ def attend(query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: f
     batch, heads, groups, queries, dim = query.shape
     exact = query.to(torch.promote_types(query.dtype, torch.float32)) * scale
     rows = exact.transpose(0, 1).reshape(heads, -1, dim)  # (H, B*G*Q, D)
-    output, lse = tail(exact, layer, tail_mask)
+    output, lse = attend_tail(exact, layer, tail_mask)
     output, lse = (x.transpose(0, 1).reshape(heads, len(rows[0]), -1) for x in (output, lse))
     step = max(BLOCK // max(len(rows[0]), dim), 1)
     for head, (start, end) in enumerate(pairwise(layer.bounds)):
         for low in range(start, end, step):
-            part = tile(rows[head], layer, slice(low, min(low + step, end)))
+            part = attend_tile(rows[head], layer, slice(low, min(low + step, end)))
             output[head], lse[head] = merged((output[head], lse[head]), part)
     return output.view(heads, batch, groups, queries, dim).transpose(0, 1).to(query.dtype)
 
 
-def tile(rows: Tensor, layer: RaggedLayer, part: slice) -> Part:
-    """Scaled rows (R, D) over some pairs of one head -> (R, D) and (R, 1)."""
-    logits = rows @ layer.context_keys.rows(part, rows.dtype).T
+def attend_tile(rows: Tensor, layer: RaggedLayer, tile: slice) -> Part:
+    """Scaled rows (R, D) over some pairs of one head -> averages (R, D) and log-sum-exps (R, 1)."""
+    logits = rows @ layer.context_keys.rows(tile, rows.dtype).T
     if layer.bias is not None:
-        logits += layer.bias[part]
+        logits += layer.bias[tile]
     lse = logits.logsumexp(-1, keepdim=True)
-    return logits.sub_(lse).exp_() @ layer.context_values.rows(part, rows.dtype), lse
+    return logits.sub_(lse).exp_() @ layer.context_values.rows(tile, rows.dtype), lse
 
 
-def tail(query: Tensor, layer: RaggedLayer, mask: Tensor | None) -> Part:
-    """Scaled query (B, H, G, Q, D) over the tail -> the same shape, and (B, H, G, Q, 1)."""
-    keys, values = (x[:, :, None].to(query.dtype) for x in (layer.keys, layer.values))
+def attend_tail(query: Tensor, layer: RaggedLayer, mask: Tensor | None) -> Part:
+    """Scaled query (B, H, G, Q, D) over the tail -> averages of the same shape and log-sum-exps (B, H, G, Q, 1)."""
+    keys, values = (x[:, :, None].to(query.dtype) for x in layer.pair)
     if mask is None:
         mask = causal(query.shape[-2], keys.shape[-2], query.device)[None, None]
     logits = (query @ keys.mT).masked_fill_(~mask[:, :, None], torch.finfo(query.dtype).min)

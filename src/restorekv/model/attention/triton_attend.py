@@ -1,25 +1,24 @@
-"""Ragged attention on a GPU, in two launches and without waiting for it: work on tiles, then merge.
+"""Ragged attention on a GPU in two kernel launches, attend_tile and merge, without waiting for the device.
 
-`work` runs one program per tile of the context (see tiles.py) and per piece of the tail. A context program multiplies
-its tile with the queries of all B questions, Q positions and G group heads of its head at once, as rows of one matrix
-(R = B * Q * G, in blocks of 16 to 64), and leaves for each row the softmax average o over its tile and the log-sum-exp
-l of the logits; a tail program does so for the rows of one question. `merge` joins them per head and row, always in the
-order of the tiles, so that equal inputs give equal bits:
+`attend_tile` runs one program per tile of the context (see tiles.py) and per piece of the tail. A context program
+multiplies its tile by the queries of all B questions, Q positions and G group heads of its head, as rows of one matrix
+(R = B * Q * G, in blocks of 16 to 64), and stores for each row the softmax average o over its tile and the log-sum-exp
+l of the logits; a tail program does so for the rows of one question. `merge` joins them per head and row, always in
+the order of the tiles, so that equal inputs give equal bits:
 
     o = sum_i e^(l_i - l) o_i,    l = log sum_i e^l_i.
 
-Bytes that a layer with N kept pairs in P programs and a tail of t rows moves:
+A layer with N kept pairs in P tiles and a tail of t rows in p pieces moves this many bytes:
 
-    2 N D size            context, once if R <= 64; else once per 64 rows (float32: 16), whose programs are neighbours
+    2 N D size            context, once if R <= 64; else once per 64 rows (float32: 16), whose programs are neighbors
                           and find the tile in the L2 cache
     2 B H t D size        tail
-    8 (P R + p R H) (D+1) partial results of P tiles and p pieces of the tail, float32, written and read
+    8 (P R + p R H) (D+1) partial results in float32, written and read
     2 H R D size          queries and output
 
-Logits, weights and sums are float32; float32 inputs are multiplied as such, not as TF32.
-
-Shapes and strides are all that the launches depend on: nothing is read from the device, so a CUDA graph can hold them.
-There, and wherever the tail is a buffer of fixed size, the mask hides its unused rows.
+Logits, weights and sums are float32; float32 inputs are multiplied as such, not as TF32. The launches depend on shapes
+and strides alone and read nothing from the device, so a CUDA graph can record them. There, and wherever the tail is a
+buffer of fixed size, the mask hides its unused rows.
 """
 
 import torch
@@ -31,18 +30,18 @@ from triton.runtime import JITFunction
 from restorekv.cache.ragged import RaggedLayer
 from restorekv.errors import RestoreKVError
 from restorekv.model.attention import tiles
-from restorekv.model.attention.triton_kernels import BIAS, CAUSAL, LOG2E, MASK, NOTHING, merge, work
+from restorekv.model.attention.triton_kernels import BIAS, CAUSAL, LOG2E, MASK, NOTHING, attend_tile, merge
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-INTERPRETED = not isinstance(work, JITFunction)  # TRITON_INTERPRET=1: kernels run on the CPU, very slowly
-PER_PROCESSOR = 4  # programs wanted for each multiprocessor
-WANTED_ELSEWHERE = 4  # programs wanted by the interpreter
+INTERPRETED = not isinstance(attend_tile, JITFunction)  # TRITON_INTERPRET=1 runs kernels on the CPU, very slowly
+PER_PROCESSOR = 4  # programs per multiprocessor
+WANTED_ELSEWHERE = 4  # programs in the interpreter
 STAGE = 16 << 10  # bytes of keys, and of values, that a program loads at once
 MERGED = 32  # partial results that `merge` reads at once
 
 
 def usable(query: Tensor, layer: RaggedLayer) -> bool:
-    """Whether this backend can answer: by device, by dtype, and whether a gradient is wanted."""
+    """Returns whether this backend can answer: on a GPU, with one of DTYPES, without gradients."""
     learning = torch.is_grad_enabled() and any(x.requires_grad for x in (query, layer.keys, layer.values))
     reachable = query.is_cuda or (INTERPRETED and query.device.type == "cpu")
     fitting = query.dtype in DTYPES and query.dtype == layer.context_keys.dtype == layer.keys.dtype
@@ -53,8 +52,8 @@ def attend(query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: f
     """query (B, H, G, Q, D), tail_mask (B, 1, Q, n+q) bool or None = causal -> (B, H, G, Q, D); no gradients."""
     if not usable(query, layer):
         raise RestoreKVError(
-            "The backend 'triton' needs float16, bfloat16 or float32 on a CUDA device, and gives no gradients; "
-            "without attention.using(...) a fitting one is chosen."
+            "The backend 'triton' needs float16, bfloat16 or float32 on a CUDA device and gives no gradients; "
+            "leave out attention.using(...)."
         )
     plan = tiles.of(layer)
     result = attend_tiles(
@@ -72,7 +71,7 @@ def launch(
 
     entries, first and counts are those of `tiles.Tiles`.
     """
-    query, (keys, values) = last_together(query), alike(keys, values)
+    query, (keys, values) = contiguous_rows(query), same_strides(keys, values)
     context_keys, context_values = context_keys.contiguous(), context_values.contiguous()
     bias = None if bias is None else bias.contiguous()
     batch, heads, groups, queries, width = query.shape
@@ -89,7 +88,7 @@ def launch(
     output = query.new_empty(batch, queries, heads, groups, width)
     hiding = (0, 0, 0) if mask is None else (mask.stride(0) * (mask.shape[0] > 1), *mask.stride()[2:])
     with torch.cuda.device_of(query):
-        work[(count * blocks[0] + batch * heads * pieces * blocks[1],)](
+        attend_tile[(count * blocks[0] + batch * heads * pieces * blocks[1],)](
             query, context_keys, context_values, bias, keys, values, mask, entries, parts, sums, sum(counts[:level]),
             count * blocks[0], *blocks, pieces, piece, count, batch, queries, keys.shape[-2], batch * rows,
             *query.stride()[:-1], *keys.stride()[:-1], *hiding, scale * LOG2E.value,
@@ -105,55 +104,55 @@ def launch(
     return output
 
 
-# An operator, so that torch.compile takes it as it is and does not look inside.
+# A custom operator, which torch.compile does not trace into.
 attend_tiles = torch.library.custom_op("restorekv::attend_tiles", launch, mutates_args=())
 
 
 @attend_tiles.register_fake
 def shaped(query: Tensor, *_: object) -> Tensor:
-    """What `launch` returns, but for its numbers."""
+    """Returns an empty tensor of the shape that `launch` returns."""
     batch, heads, groups, queries, width = query.shape
     return query.new_empty(batch, queries, heads, groups, width)
 
 
 def wanted_programs(device: torch.device) -> int:
-    """Programs that keep a device busy; its number of multiprocessors is known to the host."""
+    """Returns how many programs keep the device busy; the host knows its number of multiprocessors."""
     if device.type != "cuda":
         return WANTED_ELSEWHERE
     return PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def resources(dtype: torch.dtype, block_d: int, rows: int) -> tuple[int, int, int]:
-    """Rows of a program, its warps and its loads in flight, such that no register spills."""
+    """Returns the rows of a program, its warps and its pipeline stages, chosen so that no register spills."""
     m = min(max(triton.next_power_of_2(rows), 16), 16 if dtype == torch.float32 else 64)
     warps = 8 if dtype == torch.float32 or m * block_d >= 1 << 13 else 4
     return m, warps, 2 if m > 32 or block_d > 128 else 3
 
 
 def pairs_at_once(block_d: int, dtype: torch.dtype) -> int:
-    """Pairs that a program loads at once."""
+    """Returns how many pairs a program loads at once."""
     return max(min(STAGE // (block_d * dtype.itemsize), tiles.BASE), 16)
 
 
 def factor_type(dtype: torch.dtype) -> tl.dtype:
-    """What matrix products multiply: the inputs' own dtype, which for bfloat16 the interpreter cannot."""
+    """Returns the dtype of matrix factors: that of the inputs, but the interpreter cannot multiply bfloat16."""
     if INTERPRETED and dtype == torch.bfloat16:
         return tl.float32
     return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[dtype]
 
 
 def piece_rows(tail: int, pieces: int) -> int:
-    """Rows of one of at most `pieces` pieces of the tail, whole tiles of it."""
+    """Returns the rows of a piece, whole tiles, such that at most `pieces` pieces cover the tail."""
     return triton.cdiv(triton.cdiv(tail, max(pieces, 1)), tiles.BASE) * tiles.BASE
 
 
-def last_together(x: Tensor) -> Tensor:
-    """With neighbouring numbers in the last dimension."""
+def contiguous_rows(x: Tensor) -> Tensor:
+    """Returns x with stride 1 in the last dimension."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def alike(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """With equal strides, the last of them 1."""
+def same_strides(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns keys and values with equal strides, the last of which is 1."""
     if keys.stride() == values.stride() and keys.stride(-1) == 1:
         return keys, values
     return keys.contiguous(), values.contiguous()

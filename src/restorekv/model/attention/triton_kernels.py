@@ -1,8 +1,8 @@
-"""The two kernels of `triton_attend.py`: one softmax average per tile and row, and their merger per head and row.
+"""The two kernels of `triton_attend.py`: a softmax average for each tile and row, and their merger.
 
-Rows are numbered (b * G + g) * Q + q. Logits are in units of log 2, since exp2 is what a GPU computes; a sum of weights
-2^s is kept as its log2, which is -inf where a row sees no pair, and the average is 0 then. Names in capitals are known
-when a kernel is compiled.
+Rows are numbered (b * G + g) * Q + q. Logits are in units of log 2, since a GPU computes exp2; a sum of weights 2^s is
+kept as its log2. For a row that sees no pair this is -inf and the average is 0. Names in capitals are compile-time
+constants.
 """
 
 # ruff: noqa: N803, N806
@@ -10,10 +10,10 @@ when a kernel is compiled.
 import triton
 import triton.language as tl
 
-NOTHING, BIAS, CAUSAL, MASK = (tl.constexpr(kind) for kind in range(4))  # what `extra` and `limit` tell of a pair
+NOTHING, BIAS, CAUSAL, MASK = (tl.constexpr(kind) for kind in range(4))  # how `extra` and `limit` apply to a pair
 LOG2E = tl.constexpr(1.4426950408889634)
 
-# Kernels are compiled anew for every pattern of 1s and multiples of 16 among their integers, but for these.
+# Triton compiles a kernel anew for every pattern of 1s and multiples of 16 among its integers, except these.
 VARYING = (
     "skipped context_programs context_blocks tail_blocks pieces piece_rows begin count batch queries tail total_rows "
     "mask_batch mask_query mask_pair"
@@ -23,10 +23,10 @@ VARYING = (
 @triton.jit
 def average(q, keys, values, step, start, end, extra, limit, pair_step, scale, HOW: tl.constexpr, D: tl.constexpr,
             BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, FACTOR: tl.constexpr):  # fmt: skip
-    """q (M, BLOCK_D), pairs start:end, `step` numbers apart -> average value (M, BLOCK_D), log2 of the weights (M,).
+    """q (M, BLOCK_D), pairs start:end, `step` numbers apart -> average value (M, BLOCK_D), log2 of summed weights (M,).
 
     BIAS: extra is added to the logits; CAUSAL: row i sees the pairs up to limit[i]; MASK: extra + limit[i] points to
-    row i's mask, whose columns are pair_step apart. Matrix products multiply numbers of dtype FACTOR.
+    row i's mask, whose columns are pair_step apart. FACTOR is the dtype of the factors in matrix products.
     """
     M: tl.constexpr = q.shape[0]
     best = tl.full([M], float("-inf"), tl.float32)
@@ -37,8 +37,8 @@ def average(q, keys, values, step, start, end, extra, limit, pair_step, scale, H
         pair = at + tl.arange(0, BLOCK_N)
         inside = pair < end
         place = pair.to(tl.int64)[:, None] * step + column
-        held = inside[:, None] & (column < D)
-        key = tl.load(keys + place, mask=held, other=0.0)
+        valid = inside[:, None] & (column < D)
+        key = tl.load(keys + place, mask=valid, other=0.0)
         logits = tl.dot(q.to(FACTOR), tl.trans(key).to(FACTOR), input_precision="ieee") * scale
         if HOW == BIAS:
             logits += tl.load(extra + pair, mask=inside, other=0.0).to(tl.float32)[None, :] * LOG2E
@@ -49,10 +49,10 @@ def average(q, keys, values, step, start, end, extra, limit, pair_step, scale, H
             visible = visible & tl.load(extra + limit[:, None] + pair[None, :] * pair_step, mask=visible, other=0)
         logits = tl.where(visible, logits, float("-inf"))
         higher = tl.maximum(best, tl.max(logits, 1))
-        finite = tl.where(higher == float("-inf"), 0.0, higher)  # -inf - -inf is no number
+        finite = tl.where(higher == float("-inf"), 0.0, higher)  # -inf - -inf is NaN
         fade = tl.exp2(best - finite)
         share = tl.exp2(logits - finite[:, None])
-        value = tl.load(values + place, mask=held, other=0.0)
+        value = tl.load(values + place, mask=valid, other=0.0)
         share_of_value = share.to(value.dtype).to(FACTOR)
         output = tl.dot(share_of_value, value.to(FACTOR), output * fade[:, None], input_precision="ieee")
         weight = weight * fade + tl.sum(share, 1)
@@ -63,8 +63,8 @@ def average(q, keys, values, step, start, end, extra, limit, pair_step, scale, H
 
 
 @triton.jit
-def leave(parts, sums, slot, total_rows, row, real, output, lse, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Writes rows of a program's result: parts (slots, R, D), sums (slots, R)."""
+def store_partial(parts, sums, slot, total_rows, row, real, output, lse, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Stores the rows of a program's result: parts (slots, R, D), sums (slots, R)."""
     place = slot.to(tl.int64) * total_rows + row
     column = tl.arange(0, BLOCK_D)[None, :]
     tl.store(parts + place[:, None] * D + column, output, mask=real[:, None] & (column < D))
@@ -72,21 +72,23 @@ def leave(parts, sums, slot, total_rows, row, real, output, lse, D: tl.constexpr
 
 
 @triton.jit
-def fetch(query, row, real, queries, q_batch, q_group, q_query, G: tl.constexpr, D: tl.constexpr,
-          BLOCK_D: tl.constexpr):  # fmt: skip
-    """The queries (M, BLOCK_D) of one head's rows."""
+def load_queries(query, row, real, queries, q_batch, q_group, q_query, G: tl.constexpr, D: tl.constexpr,
+                 BLOCK_D: tl.constexpr):  # fmt: skip
+    """Loads the queries (M, BLOCK_D) of one head's rows."""
     place = row // (G * queries) * q_batch + row // queries % G * q_group + row % queries * q_query
     column = tl.arange(0, BLOCK_D)[None, :]
     return tl.load(query + place.to(tl.int64)[:, None] + column, mask=real[:, None] & (column < D), other=0.0)
 
 
 @triton.jit(do_not_specialize=VARYING)
-def work(query, context_keys, context_values, bias, keys, values, mask, entries, parts, sums, skipped,
-         context_programs, context_blocks, tail_blocks, pieces, piece_rows, count, batch, queries, tail, total_rows,
-         q_batch, q_head, q_group, q_query, t_batch, t_head, t_pair, mask_batch, mask_query, mask_pair, scale,
-         CONTEXT: tl.constexpr, TAIL: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-         M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, FACTOR: tl.constexpr):  # fmt: skip
-    """One block of a head's rows over one tile of the context, or of a question's rows over one piece of its tail."""
+def attend_tile(
+    query, context_keys, context_values, bias, keys, values, mask, entries, parts, sums, skipped, context_programs,
+    context_blocks, tail_blocks, pieces, piece_rows, count, batch, queries, tail, total_rows, q_batch, q_head, q_group,
+    q_query, t_batch, t_head, t_pair, mask_batch, mask_query, mask_pair, scale, CONTEXT: tl.constexpr,
+    TAIL: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, FACTOR: tl.constexpr,
+):  # fmt: skip
+    """Attends from a block of a head's rows to a context tile, or from a question's rows to a piece of its tail."""
     program = tl.program_id(0)
     if program < context_programs:
         slot = program // context_blocks
@@ -94,10 +96,10 @@ def work(query, context_keys, context_values, bias, keys, values, mask, entries,
         head = tl.load(entry)
         row = (program % context_blocks * M + tl.arange(0, M)).to(tl.int64)
         real = row < total_rows
-        q = fetch(query + head * q_head, row, real, queries, q_batch, q_group, q_query, G, D, BLOCK_D)
+        q = load_queries(query + head * q_head, row, real, queries, q_batch, q_group, q_query, G, D, BLOCK_D)
         output, lse = average(q, context_keys, context_values, D, tl.load(entry + 1), tl.load(entry + 2), bias, row, 1,
                               scale, CONTEXT, D, BLOCK_N, BLOCK_D, FACTOR)  # fmt: skip
-        leave(parts, sums, slot, total_rows, row, real, output, lse, D, BLOCK_D)
+        store_partial(parts, sums, slot, total_rows, row, real, output, lse, D, BLOCK_D)
     else:
         program -= context_programs
         inner = program % tail_blocks * M + tl.arange(0, M)
@@ -109,18 +111,18 @@ def work(query, context_keys, context_values, bias, keys, values, mask, entries,
         limit = inner % queries + tail - queries
         if TAIL == MASK:
             limit = tl.where(real, question * mask_batch + inner % queries * mask_query, 0)
-        q = fetch(query + head * q_head, row, real, queries, q_batch, q_group, q_query, G, D, BLOCK_D)
+        q = load_queries(query + head * q_head, row, real, queries, q_batch, q_group, q_query, G, D, BLOCK_D)
         first = question * t_batch + head * t_head
         start, end = piece * piece_rows, min(piece * piece_rows + piece_rows, tail)
         output, lse = average(q, keys + first, values + first, t_pair, start, end, mask, limit, mask_pair,
                               scale, TAIL, D, BLOCK_N, BLOCK_D, FACTOR)  # fmt: skip
-        leave(parts, sums, count + head * pieces + piece, total_rows, row, real, output, lse, D, BLOCK_D)
+        store_partial(parts, sums, count + head * pieces + piece, total_rows, row, real, output, lse, D, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def merge(parts, sums, first, output, begin, count, pieces, queries, total_rows, H: tl.constexpr, G: tl.constexpr,
           D: tl.constexpr, M: tl.constexpr, BLOCK_S: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-    """M rows of one head, WIDTH columns: its tiles' results in order, then its tail's -> output (B, Q, H, G, D)."""
+    """Merges the results of a head's tiles, then its tail's, for M rows and WIDTH columns of output (B, Q, H, G, D)."""
     row = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     head = tl.program_id(1)
     column = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
@@ -134,10 +136,10 @@ def merge(parts, sums, first, output, begin, count, pieces, queries, total_rows,
         index = at + tl.arange(0, BLOCK_S)
         slot = tl.where(index < own, low + index, count + head * pieces + index - own)
         place = slot.to(tl.int64)[:, None] * total_rows + row[None, :]  # (BLOCK_S, M)
-        held = (index < own + pieces)[:, None] & real[None, :]
-        lse = tl.load(sums + place, mask=held, other=float("-inf"))
+        valid = (index < own + pieces)[:, None] & real[None, :]
+        lse = tl.load(sums + place, mask=valid, other=float("-inf"))
         cell = parts + place[:, :, None] * D + column[None, None, :]
-        part = tl.load(cell, mask=held[:, :, None] & within[None, None, :], other=0.0)
+        part = tl.load(cell, mask=valid[:, :, None] & within[None, None, :], other=0.0)
         higher = tl.maximum(best, tl.max(lse, 0))
         finite = tl.where(higher == float("-inf"), 0.0, higher)
         share, fade = tl.exp2(lse - finite[None, :]), tl.exp2(best - finite)
