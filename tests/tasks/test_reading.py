@@ -18,8 +18,8 @@ from restorekv.evaluation.protocols import PROTOCOLS
 from restorekv.evaluation.run import run
 from restorekv.tasks import splits
 from restorekv.tasks.base import digest
-from restorekv.tasks.excerpts import packed, passages, spread
-from restorekv.tasks.fairytaleqa import belonging
+from restorekv.tasks.excerpts import packed, split_text, spread
+from restorekv.tasks.fairytaleqa import passages_of
 from restorekv.tasks.metrics import exact_match, longest_common_f1
 from restorekv.tasks.reading import TEXTS
 from restorekv.tasks.wording import WORDING
@@ -55,7 +55,7 @@ def test_it_loads_offline_and_asks_the_same_every_time(spec):
     assert all(benchmark.score(question, question.answers[0]) == 1 for question in questions if spec != "factbook")
     assert all(0 <= value <= 1 for asked in questions for value in benchmark.metrics(asked, "the red house").values())
     told = benchmark.described()
-    assert told["wording"] == WORDING and told["licence"] and len(told["files"][0]["sha256"]) == 64
+    assert told["wording"] == WORDING and told["license"] and len(told["files"][0]["sha256"]) == 64
     assert len(tasks.make(f"{spec}:count=3").chosen(Words(), "kvpress")) == 3
 
 
@@ -100,15 +100,15 @@ def test_a_question_goes_where_words_and_place_agree():
         asked("What did the wolf eat?", "the grey sheep", "3"),
         asked("Who sold the bird?", "the king", "3"),
     ]
-    assert belonging(questions, texts) == [1, 0, None, 2]
+    assert passages_of(questions, texts) == [1, 0, None, 2]
 
 
 def test_text_is_cut_at_the_ends_of_paragraphs():
     text = "\n\n".join(f"{'word ' * size}end." for size in (9, 4, 4, 30, 2))
-    found = passages(text, 16, lambda part: len(part.split()))
+    found = split_text(text, 16, lambda part: len(part.split()))
     assert all(len(part.split()) <= 16 for part in found) and len(found) == 4
     assert "".join("".join(found).split()) == "".join(text.split()) and all(part == part.strip() for part in found)
-    assert passages(text, 0, len) == [text] == passages(text, 10_000, len)
+    assert split_text(text, 0, len) == [text] == split_text(text, 10_000, len)
     assert packed([5, 5, 5, 5], 10) == [range(0, 2), range(2, 4)] and packed([9, 1, 1, 9], 12) == [
         range(0, 2),
         range(2, 4),
@@ -141,9 +141,9 @@ def test_longest_common_subsequence_against_every_subsequence():
 def test_exact_match_and_hotpots_yes_and_no():
     assert exact_match("The Eiffel Tower.", "eiffel tower") == 1 and exact_match("eiffel towers", "eiffel tower") == 0
     hotpot = tasks.make("hotpotqa")
-    question = hotpot.asked("1", "hotpotqa", "Is it?", ["yes"])
+    question = hotpot.question("1", "hotpotqa", "Is it?", ["yes"])
     assert hotpot.score(question, "Yes.") == 1 and hotpot.score(question, "yes it is") == 0
-    other = hotpot.asked("1", "hotpotqa", "Which?", ["video game"])
+    other = hotpot.question("1", "hotpotqa", "Which?", ["video game"])
     assert hotpot.score(other, "a game") == pytest.approx(2 / 3) and hotpot.score(other, "no") == 0
     assert hotpot.metrics(other, "The video game") == {"exact_match": 1}
     assert tasks.make("factbook").metrics(other, "It is a video game, I think") == {"contained": 1}

@@ -11,8 +11,8 @@ import pytest
 
 from restorekv.errors import RestoreKVError
 from restorekv.tasks import make, scbench_code
-from restorekv.tasks.scbench import TASKS, whole
-from restorekv.tasks.scbench_metrics import METRICS, contains, option, with_digits
+from restorekv.tasks.metrics import contains, with_digits
+from restorekv.tasks.scbench import METRICS, TASKS, full_task, option
 
 ADD = "def add(a, b):\n    total = a + b\n    print('sum', total)\n    return total"
 MUL = "def mul(a, b):\n    return a * b"
@@ -84,7 +84,7 @@ def test_shorter_variants_are_tasks_of_their_own(folder):
     (folder / "scbench_kv.parquet").rename(folder / "scbench_kv_short.parquet")
     benchmark, question = asked(folder, "kv_short")
     assert question.task == "kv_short" and benchmark.score(question, "It is VALUE 1 or value1.") == 1
-    assert [whole(task) for task in ("kv_tiny", "qa_eng", "prefix_suffix_mid")] == ["kv", "qa_eng", "prefix_suffix"]
+    assert [full_task(task) for task in ("kv_tiny", "qa_eng", "prefix_suffix_mid")] == ["kv", "qa_eng", "prefix_suffix"]
     for task in ("kv_long", "vt_tiny", "passkey", ""):
         with pytest.raises(RestoreKVError, match="SCBench has no task"):
             make(f"scbench:tasks={task or '+'}")

@@ -2,74 +2,62 @@
 hops in noise, after a worked example with a chain of its own.
 """
 
-from __future__ import annotations
-
 import string
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
 
-from restorekv.tasks.ruler.draft import UNLIMITED, Draft, answer_tokens, most_units
+from restorekv.tasks.ruler.draft import Draft, Task, answer_tokens, most_units
 from restorekv.tasks.ruler.needles import NOISE
 
-CONTEXT = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{text}\n"
-QUESTION = "Question: Find all variables that are assigned the value {value} in the text above. "
-PREFIX = (
+PARTS = (
+    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{text}\n",
+    "Question: Find all variables that are assigned the value {value} in the text above. ",
     "Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assigned the "
-    "value {value}, they are: "
+    "value {value}, they are: ",
 )
 HOPS = 4
 EXAMPLE_TOKENS = 500  # RULER's length of the example, its answer's 30 tokens included
-EXAMPLE_NOISES = 10  # what RULER's search, in steps of five, finds with most tokenizers
+EXAMPLE_NOISES = 10  # what RULER's search, in steps of five, returns with most tokenizers
 
 
-@dataclass(frozen=True)
-class Chains:
-    """The example has `noises` noises. Units: noises."""
+def chains(length: int, tokens: Callable[[str], int]) -> Task:
+    """Units are noises. The example has at most 500 tokens, or a quarter of the length, and at least one noise."""
 
-    noises: int
-    least: int = 1
-    most: int = UNLIMITED
+    def size(noises: int) -> int:
+        return tokens(example(noises, Random("example"))) + answer_tokens("vt")
 
-    @classmethod
-    def sized(cls, length: int, tokens: Callable[[str], int]) -> Chains:
-        """With an example of at most 500 tokens, or a quarter of the length, and never without a noise."""
+    limit = min(EXAMPLE_TOKENS, length // 4)
+    noises = most_units(size, limit, 1, EXAMPLE_NOISES) if size(1) <= limit else 1
 
-        def size(noises: int) -> int:
-            return tokens(example(noises, Random("example"))) + answer_tokens("vt")
+    def draft(units: int, rng: Random) -> Draft:
+        solved = example(noises, rng)
+        task = chain(5, units, rng)
+        return task._replace(context=f"{solved}\n\n\n\n{task.context}")
 
-        limit = min(EXAMPLE_TOKENS, length // 4)
-        return cls(most_units(size, limit, 1, EXAMPLE_NOISES) if size(1) <= limit else 1)
-
-    def draft(self, units: int, rng: Random) -> Draft:
-        shown = example(self.noises, rng)
-        told = tracked(5, units, rng)
-        return told._replace(context=f"{shown}\n\n\n\n{told.context}")
+    return Task(draft)
 
 
 def example(noises: int, rng: Random) -> str:
-    """A solved task with names of three letters."""
-    told = tracked(3, noises, rng)
-    return f"{told.text} {' '.join(told.answers)}"
+    """Returns a solved task with names of three letters."""
+    task = chain(3, noises, rng)
+    return f"{task.text} {' '.join(task.answers)}"
 
 
-def tracked(letters: int, noises: int, rng: Random) -> Draft:
-    """One chain among noises; of few noises the sentences are used one by one, as RULER does."""
+def chain(letters: int, noises: int, rng: Random) -> Draft:
+    """Returns one chain among noises; if the noises are few, their sentences are used one by one, as RULER does."""
     names: list[str] = []
     while len(names) <= HOPS:
         name = "".join(rng.choices(string.ascii_uppercase, k=letters))
         if name not in {*names, "VAR"}:
             names.append(name)
     value = str(rng.randrange(10000, 99999))
-    chain = [f"VAR {names[0]} = {value}"]
-    chain += [f"VAR {new} = VAR {old} " for old, new in pairwise(names)]
+    links = [f"VAR {names[0]} = {value}", *(f"VAR {new} = VAR {old} " for old, new in pairwise(names))]
     lines = [NOISE + "\n"] * noises
-    if noises <= len(chain):
+    if noises <= len(links):
         pieces = [piece for line in lines for piece in line.split(".")]
         lines = [f"{piece}." if piece.strip() else piece for piece in pieces]
-    for added, place in enumerate(sorted(rng.sample(range(len(lines)), len(chain)))):
-        lines.insert(place + added, chain[added])
+    for inserted, place in enumerate(sorted(rng.sample(range(len(lines)), len(links)))):
+        lines.insert(place + inserted, links[inserted])
     text = " ".join(lines).replace(". \n", ".\n")
-    filled = {"text": text, "value": value, "count": len(names)}
-    return Draft(*(part.format(**filled) for part in (CONTEXT, QUESTION, PREFIX)), tuple(names))
+    return Draft(*(part.format(text=text, value=value, count=len(names)) for part in PARTS), tuple(names))

@@ -1,17 +1,16 @@
-"""Generated documents and questions, in place of SQuAD and HotpotQA where these are not at hand.
+"""Generates documents and questions in place of SQuAD and HotpotQA.
 
 `articles` are about made-up towns, three paragraphs each, one of which answers (as in SQuAD). `pairs` are a person and
 the company that the person founded, whose documents must be read together (the bridge questions of HotpotQA). All names
 are unique among a question's documents, so that a question has one answer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from random import Random
 
 from restorekv.tasks import prose
-from restorekv.tasks.ruler.documents import Asked, Documents
+from restorekv.tasks.ruler.documents import Asked, over_documents
+from restorekv.tasks.ruler.draft import Task
 
 STARTS = "Ald Bram Cor Dun Est Fal Gren Har Ing Kel Lor Mar Nor Ost Pel Quen Ros Stan Tor Ulm Ver Wes Yar Zel".split()
 MIDDLES = "a e i o u ba di fo ga le mi no ra si tu va".split()
@@ -51,8 +50,8 @@ BRIDGES = (
 WITH_A_PAIR = 8  # other documents that come with a question of HotpotQA
 
 
-def articles(count: int, rng: Random) -> Documents:
-    """A question about the first of at least `count` paragraphs' towns."""
+def articles(count: int, rng: Random) -> Task:
+    """Asks about the town of the first of at least `count` paragraphs."""
     new_name, filler, documents = names(rng), prose.sentences(rng), []
     answering = rng.randrange(len(PARAGRAPHS))
     while len(documents) < count:
@@ -62,11 +61,11 @@ def articles(count: int, rng: Random) -> Documents:
             near = tuple(index for index in range(len(PARAGRAPHS)) if index != answering)
             asked = Asked(query.format(**facts), (facts[key],), (answering,), near)
         documents += [f"{text.format(**facts)} {next(filler)} {next(filler)}" for text, _ in PARAGRAPHS]
-    return Documents(tuple(documents), asked)
+    return over_documents(tuple(documents), asked)
 
 
-def pairs(count: int, rng: Random) -> Documents:
-    """A question about the first two of at least `count` documents."""
+def pairs(count: int, rng: Random) -> Task:
+    """Asks about the first two of at least `count` documents."""
     new_name, filler, documents = names(rng), prose.sentences(rng), []
     while len(documents) < max(count, WITH_A_PAIR + 2):
         facts = drawn(rng, new_name, "person birthplace company town")
@@ -75,11 +74,11 @@ def pairs(count: int, rng: Random) -> Documents:
             asked = Asked(query.format(**facts), (facts[key],), (0, 1), tuple(range(2, WITH_A_PAIR + 2)))
         for title, text in (("person", PERSON), ("company", COMPANY)):
             documents.append(f"{facts[title]}\n{text.format(**facts)} {next(filler)}")
-    return Documents(tuple(documents), asked)
+    return over_documents(tuple(documents), asked)
 
 
 def drawn(rng: Random, new_name: Iterator[str], named: str) -> dict[str, str]:
-    """Values for every slot; `named` get names that stand nowhere else."""
+    """Returns values for every slot; those of `named` are names that stand nowhere else."""
     year = rng.randrange(1100, 1900)
     return {
         **{slot: next(new_name) for slot in named.split()},
@@ -94,7 +93,7 @@ def drawn(rng: Random, new_name: Iterator[str], named: str) -> dict[str, str]:
 
 
 def names(rng: Random) -> Iterator[str]:
-    """Different names without end: of two parts, then of more."""
+    """Yields different names without end, with more and more middle parts."""
     known: set[str] = set()
     middles = 1
     while True:
