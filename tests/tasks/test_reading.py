@@ -84,6 +84,16 @@ def test_passages_of_stories_hold_what_is_asked():
     assert tasks_of["explicit"] > 2 * tasks_of["implicit"] > 400
 
 
+def test_equal_evidence_is_a_tie_in_whatever_order_words_are_summed():
+    """Passages 0 and 1 hold different words of equal weights; the order of words in a set differs by process."""
+    for turn in range(40):
+        left, right = ([f"{side}{turn}n{number}" for number in range(7)] for side in "lr")
+        frequent = [" ".join(pair) for times, pair in enumerate(zip(left, right, strict=True)) for _ in range(times)]
+        question = {"question": " ".join(left), "answers": [" ".join(right)], "sections": "1"}
+        last = {"question": "nothing", "answers": ["at all"], "sections": "40"}
+        assert passages_of([question, last], [" ".join(left), " ".join(right), *frequent])[0] == 0
+
+
 def test_a_question_goes_where_words_and_place_agree():
     texts = [
         "the king had a golden bird. " * 3,

@@ -87,8 +87,8 @@ def passages_of(questions: Sequence[dict], passages: Sequence[str]) -> list[int 
     for each in questions:
         evidence = content_words(" ".join([each["question"], *each["answers"]]))
         weights = {word: math.log((len(passages) + 1) / (frequency[word] + 0.5)) for word in evidence}
-        total = sum(weights.values()) or 1.0
-        shares = [sum(weight for word, weight in weights.items() if word in words) / total for words in vocabularies]
+        total = math.fsum(weights.values()) or 1.0  # fsum: a set's order, and so a sum's last bit, varies by process
+        shares = [math.fsum(weights[word] for word in evidence & words) / total for words in vocabularies]
         center = (sum(sections(each)) / len(sections(each)) - 0.5) / last
         distances = [max(low - center, center - high, 0) for low, high in pairwise(edges)]
         likelihoods = [share - POSITION * distance for share, distance in zip(shares, distances, strict=True)]
