@@ -2,12 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
-
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.errors import RestoreKVError
-from restorekv.tasks.base import Benchmark, Question, Sample
+from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer
 from restorekv.tiny import suite, world
 
 
@@ -15,11 +12,10 @@ from restorekv.tiny import suite, world
 class Bundled(Benchmark):
     """Documents have `low` to `high` ids; `split` names other documents (those of "restore" are for training)."""
 
-    name: ClassVar[str] = "bundled"
-    title: ClassVar[str] = "Bundled suite"
-    data: ClassVar[str] = "generated"
-    license: ClassVar[str] = "Apache-2.0"
-    metric: ClassVar[str] = "share found, letter or token F1 by family"
+    name, title = "bundled", "Bundled suite"
+    data = "generated"
+    license = "Apache-2.0"
+    metric = "share found, letter or token F1 by family"
 
     count: int = 52
     low: int = suite.SHORTEST

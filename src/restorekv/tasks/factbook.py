@@ -5,7 +5,6 @@ The questions are machine-made: they ask for the value of a field. Figures of 20
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from restorekv.tasks.base import Question, Sample
 from restorekv.tasks.excerpts import spread
@@ -22,12 +21,11 @@ class Factbook(Reading):
     Of a file given as `path`, the documents of one `split` are asked, which the whole collection decides.
     """
 
-    name: ClassVar[str] = "factbook"
-    title: ClassVar[str] = "Factbook"
-    shipped: ClassVar[str] = "factbook/evaluation.jsonl.gz"
-    source: ClassVar[str] = "60 sections of The World Factbook (factbook/factbook.json at 8662a8b1)"
-    license: ClassVar[str] = "CC0"
-    metric: ClassVar[str] = "token F1; in addition whether the answer contains the value"
+    name, title = "factbook", "Factbook"
+    shipped = "factbook/evaluation.jsonl.gz"
+    source = "60 sections of The World Factbook (factbook/factbook.json at 8662a8b1)"
+    license = "CC0"
+    metric = "token F1; in addition whether the answer contains the value"
 
     split: str = EVALUATION
 

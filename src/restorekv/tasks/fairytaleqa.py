@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import ClassVar
 
 from restorekv.tasks.base import Question, Sample
 from restorekv.tasks.excerpts import check_length, split_text, spread
@@ -35,12 +34,11 @@ class FairytaleQA(Reading):
     Only the stories of one `split` are asked: val.jsonl is for evaluation, train.jsonl for the others.
     """
 
-    name: ClassVar[str] = "fairytaleqa"
-    title: ClassVar[str] = "FairytaleQA"
-    shipped: ClassVar[str] = "fairytaleqa/val.jsonl.gz"
-    source: ClassVar[str] = "FairytaleQA's validation set (uci-soe/FairytaleQAData at a24ddc17)"
-    license: ClassVar[str] = "Apache-2.0; the stories are in the public domain"
-    metric: ClassVar[str] = "token F1; in addition ROUGE-L; both best over two annotators"
+    name, title = "fairytaleqa", "FairytaleQA"
+    shipped = "fairytaleqa/val.jsonl.gz"
+    source = "FairytaleQA's validation set (uci-soe/FairytaleQAData at a24ddc17)"
+    license = "Apache-2.0; the stories are in the public domain"
+    metric = "token F1; in addition ROUGE-L; both best over two annotators"
 
     length: int = 1024
     split: str = EVALUATION

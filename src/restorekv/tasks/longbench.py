@@ -13,13 +13,11 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, NamedTuple
-
-from transformers import PreTrainedTokenizerBase as Tokenizer
+from typing import NamedTuple
 
 from restorekv.data.files import local_files, optional, suffix
 from restorekv.errors import RestoreKVError
-from restorekv.tasks.base import Benchmark, Question, Sample, tasks_named
+from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, tasks_named
 from restorekv.tasks.metrics import classification, code_similarity, count, retrieval, rouge_l, token_f1
 from restorekv.tasks.rows import (
     Rows,
@@ -77,12 +75,9 @@ PROMPTS = {
 class LongBench(Benchmark):
     """`path` is a folder, or the hub if empty; `tasks` are names joined by "+", all 16 if empty."""
 
-    name: ClassVar[str] = "longbench"
-    title: ClassVar[str] = "LongBench"
-    license: ClassVar[str] = "MIT; the texts keep the licenses of the data sets that they come from"
-    metric: ClassVar[str] = (
-        "token F1, ROUGE-L, class, paragraph, count or code similarity by task, best over references"
-    )
+    name, title = "longbench", "LongBench"
+    license = "MIT; the texts keep the licenses of the data sets that they come from"
+    metric = "token F1, ROUGE-L, class, paragraph, count or code similarity by task, best over references"
 
     path: str = ""
     tasks: str = ""

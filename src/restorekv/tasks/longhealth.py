@@ -2,12 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
-
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.errors import RestoreKVError
-from restorekv.tasks.base import Question, Sample
+from restorekv.tasks.base import Question, Sample, Tokenizer
 from restorekv.tasks.reading import Lettered
 from restorekv.tasks.rows import field, file_rows, well_formed
 
@@ -21,11 +18,10 @@ class LongHealth(Lettered):
     RestoreKV's own evaluation takes one patient; if there are several, every question names its patient.
     """
 
-    name: ClassVar[str] = "longhealth"
-    title: ClassVar[str] = "LongHealth"
-    file: ClassVar[str] = "benchmark_v5.json"
-    source: ClassVar[str] = "github.com/kbressem/LongHealth (data/benchmark_v5.json)"
-    license: ClassVar[str] = "Apache-2.0"
+    name, title = "longhealth", "LongHealth"
+    file = "benchmark_v5.json"
+    source = "github.com/kbressem/LongHealth (data/benchmark_v5.json)"
+    license = "Apache-2.0"
 
     patients: int = 1
 
@@ -47,9 +43,8 @@ class LongHealth(Lettered):
 
     def read(self, name: str, patient: dict, protocol: str) -> Sample:
         """Returns the records of a patient, each between tags of its name, with all questions."""
-        with well_formed(
-            f"{self.located()}: {name} lacks texts or questions in the form of version 5", "fetch it again"
-        ):
+        problem = f"{self.located()}: {name} lacks texts or questions in the form of version 5"
+        with well_formed(problem, "fetch it again"):
             records = field(patient, "texts", dict)
             blocks = [f"<{title}>\n{field(records, title)}\n</{title}>" for title in records]
             about = ", ".join(f"{key.capitalize()}: {field(patient, key)}" for key in ("name", "birthday", "diagnosis"))

@@ -8,13 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
-from typing import ClassVar
-
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.errors import RestoreKVError
 from restorekv.tasks import prose
-from restorekv.tasks.base import Benchmark, Question, Sample
+from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer
 from restorekv.tasks.metrics import contains
 from restorekv.tasks.wording import apart
 
@@ -32,9 +29,8 @@ class Needle(Benchmark):
     The haystack is the text files of the folder `path` in the order of their names, or prose generated from `seed`.
     """
 
-    name: ClassVar[str] = "needle"
-    title: ClassVar[str] = "Needle in a haystack"
-    metric: ClassVar[str] = "the prediction contains the normalized answer (KVzip's)"
+    name, title = "needle", "Needle in a haystack"
+    metric = "the prediction contains the normalized answer (KVzip's)"
 
     lengths: str = "500+2000+8000"
     depths: int = 11
@@ -71,14 +67,12 @@ class Needle(Benchmark):
             yield sentence + ("\n\n" if number % PARAGRAPH == 0 else " ")
 
     def score(self, question: Question, prediction: str) -> float:
-        """Returns whether the prediction contains the normalized answer."""
         return contains(prediction, question.answers[0])
 
     @property
     def data(self) -> str:
-        if self.path:
-            return f"text files of {self.path}, by name"
-        return f"generated prose (restorekv.tasks.prose), seed {self.seed}"
+        generated = f"generated prose (restorekv.tasks.prose), seed {self.seed}"
+        return f"text files of {self.path}, by name" if self.path else generated
 
     @property
     def license(self) -> str:

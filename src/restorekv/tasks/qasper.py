@@ -7,14 +7,11 @@ references are those of the official evaluator (github.com/allenai/qasper-led-ba
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
-
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.data.files import local_files
 from restorekv.errors import RestoreKVError
 from restorekv.tasks import longbench
-from restorekv.tasks.base import Benchmark, Question, Sample
+from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer
 from restorekv.tasks.metrics import token_f1
 from restorekv.tasks.rows import Rows, file_rows, hub_rows, well_formed
 
@@ -28,10 +25,9 @@ PROMPT = longbench.PROMPTS["qasper"]
 class Qasper(Benchmark):
     """`source` is "longbench" (`path` as there) or "official" (`path` is a file of papers; the hub if empty)."""
 
-    name: ClassVar[str] = "qasper"
-    title: ClassVar[str] = "QASPER"
-    license: ClassVar[str] = "CC BY 4.0"
-    metric: ClassVar[str] = "token F1, best over annotators"
+    name, title = "qasper", "QASPER"
+    license = "CC BY 4.0"
+    metric = "token F1, best over annotators"
 
     path: str = ""
     source: str = "longbench"
@@ -46,7 +42,6 @@ class Qasper(Benchmark):
         return [sample for place, paper in papers(self.path) for sample in read(place, paper)]
 
     def score(self, question: Question, prediction: str) -> float:
-        """Returns the best token F1 over the references."""
         return max(token_f1(prediction, answer) for answer in question.answers)
 
     @property

@@ -2,12 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
-
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.errors import RestoreKVError
-from restorekv.tasks.base import Sample
+from restorekv.tasks.base import Sample, Tokenizer
 from restorekv.tasks.reading import Lettered
 from restorekv.tasks.rows import field, file_rows, texts, well_formed
 
@@ -20,11 +17,10 @@ class Quality(Lettered):
     questions that the authors flag `difficult`: most people in a hurry got them wrong.
     """
 
-    name: ClassVar[str] = "quality"
-    title: ClassVar[str] = "QuALITY"
-    file: ClassVar[str] = "QuALITY.v1.0.1.htmlstripped.dev"
-    source: ClassVar[str] = "github.com/nyu-mll/quality (in data/v1.0.1/QuALITY.v1.0.1.zip)"
-    license: ClassVar[str] = "CC BY 4.0"
+    name, title = "quality", "QuALITY"
+    file = "QuALITY.v1.0.1.htmlstripped.dev"
+    source = "github.com/nyu-mll/quality (in data/v1.0.1/QuALITY.v1.0.1.zip)"
+    license = "CC BY 4.0"
 
     articles: int = 100
     subset: str = "all"
@@ -39,32 +35,29 @@ class Quality(Lettered):
         if not merged:
             raise RestoreKVError(f"{self.located()} has no question with a gold_label; give the dev set.")
         for index, ((_, article), rows) in enumerate(merged):
-            questions = [
-                self.question(
-                    f"{index}-{turn}", row["question"].strip(), row["options"], row["gold_label"] - 1, protocol
-                )
+            questions = tuple(
+                self.question(f"{index}-{turn}", row["question"], row["options"], row["gold_label"] - 1, protocol)
                 for turn, row in enumerate(rows)
                 if self.subset == "all" or row.get("difficult")
-            ]
+            )
             if questions:
-                yield Sample(str(index), article, tuple(questions))
+                yield Sample(str(index), article, questions)
 
     def merged(self) -> dict[tuple[str, str], list[dict]]:
         """Returns the labeled questions of each (article_id, article)."""
         articles: dict[tuple[str, str], list[dict]] = {}
         for place, row in file_rows(self.located()):
-            with well_formed(
-                f"{place} is not an article of QuALITY with labeled questions of four options", "fetch it again"
-            ):
-                article = field(row, "article_id", str | int), field(row, "article").strip()
-                if not article[1]:
-                    raise ValueError("The article is empty.")
+            problem = f"{place} is not an article of QuALITY with labeled questions of four options"
+            with well_formed(problem, "fetch it again"):
+                key = field(row, "article_id", str | int), field(row, "article").strip()
                 labeled = [each for each in field(row, "questions", list) if each.get("gold_label") is not None]
-                for each in labeled:
-                    if len(texts(each, "options")) != 4 or each["gold_label"] not in (1, 2, 3, 4):
-                        raise ValueError("A question has other options or another label.")
-                    field(each, "question")
-                articles.setdefault(article, []).extend(labeled)
+                valid = (
+                    field(each, "question") and len(texts(each, "options")) == 4 and each["gold_label"] in (1, 2, 3, 4)
+                    for each in labeled
+                )  # fmt: skip
+                if not key[1] or not all(valid):
+                    raise ValueError(row)
+                articles.setdefault(key, []).extend(labeled)
         return {article: questions for article, questions in articles.items() if questions}
 
     @property

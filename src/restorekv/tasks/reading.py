@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, get_args
 
-from transformers import PreTrainedTokenizerBase as Tokenizer
-
 from restorekv.data.files import identity
 from restorekv.errors import RestoreKVError
-from restorekv.tasks.base import Benchmark, Question, Sample, token_counter
+from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, token_counter
 from restorekv.tasks.metrics import letter, token_f1
 from restorekv.tasks.rows import local_rows, well_formed
 from restorekv.tasks.splits import EVALUATION, Split
@@ -31,7 +29,7 @@ class Reading(Benchmark):
 
     shipped: ClassVar[str]  # path below TEXTS
     source: ClassVar[str]
-    metric: ClassVar[str] = "token F1, best over the references"
+    metric = "token F1, best over the references"
 
     path: str = ""
     questions: int = 6
@@ -41,15 +39,12 @@ class Reading(Benchmark):
         """Yields the samples of one row of the file; `size` counts the tokens of a text."""
 
     def samples(self, tokenizer: Tokenizer, protocol: str) -> list[Sample]:
-        """Returns the same samples for both protocols."""
         samples, size = [], token_counter(tokenizer)
         for place, row in self.rows():
             with self.well_formed(place):
                 samples += self.read(row, size)
         if not samples:
-            raise RestoreKVError(
-                f"{self.located()} has no text with a question for {self.spec}; choose other settings."
-            )
+            raise RestoreKVError(f"{self.located()} has no question for {self.spec}; choose other settings.")
         return samples
 
     def located(self) -> Path:
@@ -70,7 +65,6 @@ class Reading(Benchmark):
         return Question(name, task, text, tuple(answers), MAX_NEW_TOKENS, facts=facts)
 
     def score(self, question: Question, prediction: str) -> float:
-        """Returns the best token F1 over the references."""
         return max(token_f1(prediction, answer) for answer in question.answers)
 
     @property
@@ -88,7 +82,7 @@ class Lettered(Benchmark):
 
     file: ClassVar[str]
     source: ClassVar[str]  # where to fetch the file
-    metric: ClassVar[str] = "accuracy of the first letter read"
+    metric = "accuracy of the first letter read"
 
     path: str = ""
 
@@ -109,7 +103,7 @@ class Lettered(Benchmark):
         RestoreKV's own evaluation puts no "Q: " before such a question; the fact `bare` tells protocols so.
         """
         facts = {"options": list(options), "bare": True}
-        text = apart(with_options(text, options), protocol)
+        text = apart(with_options(text.strip(), options), protocol)
         return Question(name, self.name, text, (LETTERS[right],), LETTER_TOKENS, facts=facts)
 
     def by_context(self, protocol: str) -> bool:
@@ -117,7 +111,6 @@ class Lettered(Benchmark):
         return protocol == "kvzip"
 
     def score(self, question: Question, prediction: str) -> float:
-        """Returns whether the letter read from the answer is the right one."""
         return float(letter(prediction) == question.answers[0])
 
 

@@ -10,16 +10,14 @@ snu-mllab/KVzip (5d84729) differs in `option` alone, where it looks at brackets 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from huggingface_hub import hf_hub_download
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.data.files import optional
 from restorekv.data.shard import parquet_rows
 from restorekv.errors import RestoreKVError
 from restorekv.tasks import scbench_code
-from restorekv.tasks.base import Benchmark, Question, Sample, tasks_named
+from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, tasks_named
 from restorekv.tasks.metrics import contains, rouge_l, token_f1, with_digits
 from restorekv.tasks.rows import field, texts, unreachable, well_formed
 from restorekv.tasks.wording import apart
@@ -46,12 +44,9 @@ class SCBench(Benchmark):
     `path` is a folder of the files; if it is empty, they come from the hub at `revision`.
     """
 
-    name: ClassVar[str] = "scbench"
-    title: ClassVar[str] = "SCBench"
-    license: ClassVar[str] = "MIT (microsoft/SCBench)"
-    metric: ClassVar[str] = (
-        "KVzip's: found, share found, exact, option, ROUGE-L, max of F1 and found, or pass@1 at BLEU 0.8"
-    )
+    name, title = "scbench", "SCBench"
+    license = "MIT (microsoft/SCBench)"
+    metric = "KVzip's: found, share found, exact, option, ROUGE-L, max of F1 and found, or pass@1 at BLEU 0.8"
 
     tasks: str = "+".join(TASKS)
     path: str = ""
@@ -79,9 +74,7 @@ class SCBench(Benchmark):
                 instead = "fetch it with a network and give path=FOLDER"
                 raise unreachable(f"{file} of {HUB}", error, instead) from error
         if not (Path(self.path) / file).is_file():
-            raise RestoreKVError(
-                f"{self.path} has no file {file}; fetch it from {HUB} (Hugging Face) or name other tasks."
-            )
+            raise RestoreKVError(f"{self.path} has no file {file}; fetch it from {HUB} (hub) or name other tasks.")
         return Path(self.path) / file
 
     def score(self, question: Question, prediction: str) -> float:
@@ -127,18 +120,16 @@ def read(task: str, name: str, place: str, row: dict, protocol: str) -> Sample:
         facts = [{"language": language, "function": function, "functions": functions} for function, _ in functions]
     questions = []
     for turn, (prompt, truth, known) in enumerate(zip(prompts[1:], truths, facts, strict=True)):
-        answer = option_line(place, prompt, truth) if kind == "many_shot" else reference(truth)
-        limit = LENGTHS[protocol][kind]
-        questions.append(Question(f"{name}-{turn}", task, apart(prompt, protocol), (answer,), limit, facts=known))
+        answer = ", ".join(map(str, truth)) if isinstance(truth, list) else str(truth)
+        if kind == "many_shot":
+            answer = option_line(place, prompt, answer)
+        questions.append(
+            Question(f"{name}-{turn}", task, apart(prompt, protocol), (answer,), LENGTHS[protocol][kind], facts=known)
+        )
     return Sample(name, prompts[0], tuple(questions))
 
 
-def reference(truth: object) -> str:
-    """Joins several names into one text by ", "."""
-    return ", ".join(map(str, truth)) if isinstance(truth, list) else str(truth)
-
-
-def option_line(place: str, prompt: str, letter: object) -> str:
+def option_line(place: str, prompt: str, letter: str) -> str:
     """Returns the first line of the prompt that has the letter in brackets."""
     for line in prompt.split("\n"):
         if f"({letter})" in line:
@@ -150,11 +141,6 @@ def share(prediction: str, reference: str) -> float:
     """Returns the share of the names, separated by ", ", that stand in the prediction letter for letter."""
     names = reference.split(", ")
     return sum(name in prediction for name in names) / len(names)
-
-
-def exact(prediction: str, reference: str) -> float:
-    """Returns whether both are equal, spaces included."""
-    return float(prediction == reference)
 
 
 def option(prediction: str, reference: str) -> float:
@@ -173,18 +159,13 @@ def found_or_f1(prediction: str, reference: str) -> float:
     return max(token_f1(with_digits(prediction), with_digits(reference)), contains(prediction, reference))
 
 
-def first_line(prediction: str, reference: str) -> float:
-    """Returns `contains` of the first line alone."""
-    return contains(prediction.split("\n")[0], reference)
-
-
 METRICS: dict[str, Callable[[str, str], float]] = {
     "kv": contains,
     "prefix_suffix": contains,
     "vt": share,
     "qa_eng": found_or_f1,
-    "choice_eng": first_line,
-    "mf": exact,
+    "choice_eng": lambda prediction, reference: contains(prediction.split("\n")[0], reference),
+    "mf": lambda prediction, reference: float(prediction == reference),
     "many_shot": option,
     "summary": rouge_l,
 }

@@ -6,7 +6,6 @@ XQuAD (arXiv 1910.11856) takes five paragraphs of an article of SQuAD 1.1's deve
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from restorekv.tasks.base import Question, Sample
 from restorekv.tasks.excerpts import check_length, packed, spread
@@ -21,8 +20,8 @@ VERDICTS = ("yes", "no", "noanswer")
 class Extractive(Reading):
     """Scores F1 and reports exact match in addition."""
 
-    license: ClassVar[str] = "CC BY-SA 4.0"
-    metric: ClassVar[str] = "token F1; in addition exact match; both best over the references"
+    license = "CC BY-SA 4.0"
+    metric = "token F1; in addition exact match; both best over the references"
 
     def metrics(self, question: Question, prediction: str) -> dict[str, float]:
         return {"exact_match": max(exact_match(prediction, answer) for answer in question.answers)}
@@ -32,10 +31,9 @@ class Extractive(Reading):
 class XQuAD(Extractive):
     """Contexts are paragraphs of an article, joined up to `length` tokens (0: whole articles)."""
 
-    name: ClassVar[str] = "xquad"
-    title: ClassVar[str] = "XQuAD"
-    shipped: ClassVar[str] = "share-alike/squad.json.gz"
-    source: ClassVar[str] = "36 articles of XQuAD's English part, a subset of SQuAD v1.1 dev"
+    name, title = "xquad", "XQuAD"
+    shipped = "share-alike/squad.json.gz"
+    source = "36 articles of XQuAD's English part, a subset of SQuAD v1.1 dev"
 
     length: int = 1024
 
@@ -70,10 +68,9 @@ class XQuAD(Extractive):
 class HotpotQA(Extractive):
     """Asks every question about its own ten paragraphs."""
 
-    name: ClassVar[str] = "hotpotqa"
-    title: ClassVar[str] = "HotpotQA"
-    shipped: ClassVar[str] = "share-alike/hotpotqa.json.gz"
-    source: ClassVar[str] = "75 of the 100 development examples on HotpotQA's site"
+    name, title = "hotpotqa", "HotpotQA"
+    shipped = "share-alike/hotpotqa.json.gz"
+    source = "75 of the 100 development examples on HotpotQA's site"
 
     def read(self, row: dict, size: Callable[[str], int]) -> Iterator[Sample]:
         paragraphs = [f"{title}\n{''.join(sentences).strip()}" for title, sentences in row["context"]]

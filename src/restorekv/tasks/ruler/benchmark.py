@@ -10,14 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, cycle, islice
 from random import Random
-from typing import ClassVar
-
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.data.files import identity
 from restorekv.errors import RestoreKVError
 from restorekv.tasks import prose
-from restorekv.tasks.base import Benchmark, Question, Sample, tasks_named, token_counter
+from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, tasks_named, token_counter
 from restorekv.tasks.reading import TEXTS
 from restorekv.tasks.rows import existing, field, local_rows, well_formed
 from restorekv.tasks.ruler import dataset, documents, passages
@@ -42,19 +39,15 @@ SHIPPED = {  # used with the source "novel", paths below TEXTS
     "squad": "share-alike/squad.json.gz",
     "hotpot": "share-alike/hotpotqa.json.gz",
 }
-STAND_INS = {  # of what ships, and of what is generated
-    "essays": (
-        "The Secret Garden (1911) instead of Paul Graham's essays, from a sentence drawn for each sample on",
-        "generated prose instead of Paul Graham's essays",
-    ),
-    "squad": (
-        "a subset of SQuAD, 36 articles of XQuAD's English part, in an order drawn by the seed",
-        "generated documents instead of SQuAD",
-    ),
-    "hotpot": (
-        "a subset of HotpotQA, 75 of the 100 dev examples on its site, in an order drawn by the seed",
-        "generated documents instead of HotpotQA",
-    ),
+SHIPPED_INSTEAD = {
+    "essays": "The Secret Garden (1911) instead of Paul Graham's essays, from a sentence drawn for each sample on",
+    "squad": "a subset of SQuAD, 36 articles of XQuAD's English part, in an order drawn by the seed",
+    "hotpot": "a subset of HotpotQA, 75 of the 100 dev examples on its site, in an order drawn by the seed",
+}
+GENERATED_INSTEAD = {
+    "essays": "generated prose instead of Paul Graham's essays",
+    "squad": "generated documents instead of SQuAD",
+    "hotpot": "generated documents instead of HotpotQA",
 }
 SUBSETS = "qa_1 and qa_2 on subsets (XQuAD's English part; HotpotQA's 100 dev examples)"
 SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"'”’)]))\s+(?=[\"'“‘(]?[A-Z0-9])")
@@ -70,9 +63,8 @@ class Ruler(Benchmark):
     that is not given, "novel" takes a novel or a subset that ships, and "generated" generates one.
     """
 
-    name: ClassVar[str] = "ruler"
-    title: ClassVar[str] = "RULER"
-    metric: ClassVar[str] = "string match: share of references found, any of them in qa"
+    name, title = "ruler", "RULER"
+    metric = "string match: share of references found, any of them in qa"
 
     length: int = 4096
     tasks: str = ""
@@ -100,7 +92,6 @@ class Ruler(Benchmark):
         return tasks_named(self.title, self.tasks, TASKS)
 
     def samples(self, tokenizer: Tokenizer, protocol: str) -> Iterable[Sample]:
-        """Returns the same samples for both protocols."""
         if self.generates:
             return self.generated(token_counter(tokenizer))
         return dataset.samples(self.source, self.length, self.chosen_tasks)
@@ -223,7 +214,7 @@ class Ruler(Benchmark):
         """Yields (task, what stands in for RULER's own)."""
         for name, setting in SETTING.items():
             if not getattr(self, setting):
-                yield name, STAND_INS[setting][self.source != NOVEL]
+                yield name, (SHIPPED_INSTEAD if self.source == NOVEL else GENERATED_INSTEAD)[setting]
         if self.length // 4 < EXAMPLE_TOKENS:
             yield "vt", f"a worked example of {self.length // 4} tokens or one noise instead of {EXAMPLE_TOKENS}"
         if self.length < SHORT:

@@ -4,6 +4,7 @@ They come from SQuAD 2.0 (arXiv 1806.03822, `dev-v2.0.json`) and HotpotQA (arXiv
 `hotpot_dev_distractor_v1.json`).
 """
 
+from collections.abc import Iterable
 from random import Random
 from typing import NamedTuple
 
@@ -55,7 +56,7 @@ def over_documents(documents: tuple[str, ...], asked: Asked) -> Task:
 def squad(rows: list[dict]) -> Collection:
     """Reads every answerable question, in the file's order; near are the other paragraphs of its article."""
     articles = [article["paragraphs"] for row in rows for article in row["data"]]
-    index = numbers({paragraph["context"] for paragraphs in articles for paragraph in paragraphs})
+    index = numbers(paragraph["context"] for paragraphs in articles for paragraph in paragraphs)
     questions = []
     for paragraphs in articles:
         article = dict.fromkeys(index[paragraph["context"]] for paragraph in paragraphs)
@@ -71,23 +72,20 @@ def squad(rows: list[dict]) -> Collection:
 
 def hotpot(rows: list[dict]) -> Collection:
     """Reads every question; own are the supporting documents, near the distractors that come with it."""
-    index = numbers({document(*titled) for row in rows for titled in row["context"]})
+    contexts = [[(title, f"{title}\n{''.join(text)}") for title, text in row["context"]] for row in rows]
+    index = numbers(text for context in contexts for _, text in context)
     questions = []
-    for row in rows:
+    for row, context in zip(rows, contexts, strict=True):
         supporting = {title for title, _ in row["supporting_facts"]}
-        own = tuple(dict.fromkeys(index[document(*titled)] for titled in row["context"] if titled[0] in supporting))
-        every = dict.fromkeys(index[document(*titled)] for titled in row["context"])
+        own = tuple(dict.fromkeys(index[text] for title, text in context if title in supporting))
+        every = dict.fromkeys(index[text] for _, text in context)
         near = tuple(other for other in every if other not in own)
         questions.append(Asked(row["question"], (row["answer"],), own, near))
     return Collection(tuple(index), tuple(questions))
 
 
-def numbers(documents: set[str]) -> dict[str, int]:
-    return {text: number for number, text in enumerate(sorted(documents))}
-
-
-def document(title: str, sentences: list[str]) -> str:
-    return f"{title}\n{''.join(sentences)}"
+def numbers(documents: Iterable[str]) -> dict[str, int]:
+    return {text: number for number, text in enumerate(sorted(set(documents)))}
 
 
 def read(kind: str, where: str) -> Collection:
