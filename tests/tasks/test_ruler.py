@@ -13,10 +13,10 @@ from restorekv.tasks import Question, make
 from restorekv.tasks.base import digest
 from restorekv.tasks.reading import TEXTS
 from restorekv.tasks.ruler.benchmark import ESSAY_TASKS, SHIPPED, TASKS
-from restorekv.tasks.ruler.counts import frequent_words
 from restorekv.tasks.ruler.documents import Asked, over_documents
 from restorekv.tasks.ruler.draft import most_units
 from restorekv.tasks.ruler.needles import Essays, needles
+from restorekv.tasks.ruler.synthetic import frequent_words
 from tests.helpers.processes import BUNDLED, digest_elsewhere
 
 DOCUMENT = {"generated": 200, "novel": 700}  # tokens of the longest document

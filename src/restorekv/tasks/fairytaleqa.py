@@ -76,28 +76,24 @@ class FairytaleQA(Reading):
 
 def passages_of(questions: Sequence[dict], passages: Sequence[str]) -> list[int | None]:
     """Returns the index of the passage that each question of a story is about; None if words and place disagree."""
-    last = max((max(sections(each)) for each in questions), default=1)
+    sections = [[int(number) for number in each["sections"].split(",")] for each in questions]  # from 1
+    last = max(map(max, sections), default=1)
     ends = list(accumulate(len(text) for text in passages))
     edges = [end / ends[-1] for end in (0, *ends)]
     vocabularies = [content_words(text) for text in passages]
     frequency = Counter(word for words in vocabularies for word in words)
     indices = []
-    for each in questions:
+    for each, numbers in zip(questions, sections, strict=True):
         evidence = content_words(" ".join([each["question"], *each["answers"]]))
         weights = {word: math.log((len(passages) + 1) / (frequency[word] + 0.5)) for word in evidence}
         total = math.fsum(weights.values()) or 1.0  # fsum: a set's order, and so a sum's last bit, varies by process
         shares = [math.fsum(weights[word] for word in evidence & words) / total for words in vocabularies]
-        center = (sum(sections(each)) / len(sections(each)) - 0.5) / last
+        center = (sum(numbers) / len(numbers) - 0.5) / last
         distances = [max(low - center, center - high, 0) for low, high in pairwise(edges)]
         likelihoods = [share - POSITION * distance for share, distance in zip(shares, distances, strict=True)]
         by_words, by_both = (max(range(len(passages)), key=values.__getitem__) for values in (shares, likelihoods))
         indices.append(by_both if by_words == by_both else None)
     return indices
-
-
-def sections(question: dict) -> list[int]:
-    """Returns the numbers, from 1, of the sections that answer a question."""
-    return [int(number) for number in question["sections"].split(",")]
 
 
 def content_words(text: str) -> set[str]:

@@ -10,10 +10,10 @@ asks; `tokens` is the official limit of answers.
 """
 
 import json
+from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from restorekv.data.files import local_files, optional, suffix
 from restorekv.errors import RestoreKVError
@@ -54,21 +54,9 @@ INSTEAD = (
     "fetch the dataset with a network, or unpack data.zip of THUDM/LongBench, and give path=FOLDER, where tasks are "
     "files such as qasper.jsonl or folders such as qasper/"
 )
-
-
-class Prompt(NamedTuple):
-    """`context` contains "{context}"; `question` may contain "{input}"."""
-
-    context: str
-    question: str
-    answer_prefix: str
-    tokens: int
-
-
-PROMPTS = {
-    task: Prompt(**prompt)
-    for task, prompt in json.loads(Path(__file__).with_name("longbench_prompts.json").read_text("utf-8")).items()
-}
+WORDS = json.loads(Path(__file__).with_name("longbench_prompts.json").read_text("utf-8"))
+Prompt = namedtuple("Prompt", ("context", "question", "answer_prefix", "tokens"))  # with places {context} and {input}
+PROMPTS = {task: Prompt(**words) for task, words in WORDS.items()}
 
 
 @dataclass(frozen=True)

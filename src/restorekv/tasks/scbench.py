@@ -5,18 +5,23 @@ then questions), ground_truth, and for repoqa lang, repo and func_name. Contexts
 
 Metrics are those of KVzip and RestoreKV (results/metric.py of cvsp-lab/RestoreKV 2dbcfa9 and Janghyun1230/FastKVzip);
 snu-mllab/KVzip (5d84729) differs in `option` alone, where it looks at brackets only if both texts begin with one.
+For repoqa they are RepoQA's (arXiv 2406.06025, github.com/evalplus/repoqa): of all functions that the context's
+questions ask for, the right one must be the most similar to the prediction's first function, with BLEU of at least 0.8.
 """
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import hf_hub_download
 
 from restorekv.data.files import optional
 from restorekv.data.shard import parquet_rows
 from restorekv.errors import RestoreKVError
-from restorekv.tasks import scbench_code
 from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, tasks_named
 from restorekv.tasks.metrics import contains, rouge_l, token_f1, with_digits
 from restorekv.tasks.rows import field, texts, unreachable, well_formed
@@ -35,6 +40,16 @@ LENGTHS = {  # limits of answers in tokens; "kvpress" has those of microsoft/MIn
     },
 }  # fmt: skip
 END = "</s>"
+THRESHOLD = 0.8
+BLOCK = re.compile(r"^```\w*\s*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+GRAMMARS = {  # package, its function, the node type of a named function
+    "python": ("tree_sitter_python", "language", "function_definition"),
+    "java": ("tree_sitter_java", "language", "method_declaration"),
+    "typescript": ("tree_sitter_typescript", "language_typescript", "function_declaration"),
+    "rust": ("tree_sitter_rust", "language", "function_item"),
+    "cpp": ("tree_sitter_cpp", "language", "function_definition"),
+    "go": ("tree_sitter_go", "language", "function_declaration"),
+}
 
 
 @dataclass(frozen=True)
@@ -84,7 +99,7 @@ class SCBench(Benchmark):
             return 0.0
         if full_task(question.task) == "repoqa":
             facts = question.facts
-            return scbench_code.passes(answer, facts["language"], facts["function"], facts["functions"])
+            return passes(answer, facts["language"], facts["function"], facts["functions"])
         return METRICS[full_task(question.task)](answer, question.answers[0])
 
     def by_context(self, protocol: str) -> bool:
@@ -116,7 +131,7 @@ def read(task: str, name: str, place: str, row: dict, protocol: str) -> Sample:
         with well_formed(f"{place} lacks lang or a func_name for every ground_truth", fix):
             functions = list(zip(field(row, "func_name", list), truths, strict=True))
             language = field(row, "lang")
-        scbench_code.parser(language)
+        parser(language)
         facts = [{"language": language, "function": function, "functions": functions} for function, _ in functions]
     questions = []
     for turn, (prompt, truth, known) in enumerate(zip(prompts[1:], truths, facts, strict=True)):
@@ -160,12 +175,66 @@ def found_or_f1(prediction: str, reference: str) -> float:
 
 
 METRICS: dict[str, Callable[[str, str], float]] = {
-    "kv": contains,
-    "prefix_suffix": contains,
-    "vt": share,
-    "qa_eng": found_or_f1,
+    **dict.fromkeys(("kv", "prefix_suffix"), contains), "vt": share, "qa_eng": found_or_f1,
     "choice_eng": lambda prediction, reference: contains(prediction.split("\n")[0], reference),
     "mf": lambda prediction, reference: float(prediction == reference),
-    "many_shot": option,
-    "summary": rouge_l,
-}
+    "many_shot": option, "summary": rouge_l,
+}  # fmt: skip
+
+
+def passes(prediction: str, language: str, name: str, functions: Sequence[tuple[str, str]]) -> float:
+    """Returns whether the prediction is the function of that name, out of `functions` as (name, source).
+
+    The first of equally similar functions counts.
+    """
+    code = extracted(prediction, language)
+    score, best = max(((similarity(code, source), other) for other, source in functions), key=itemgetter(0))
+    return float(best == name and score >= THRESHOLD)
+
+
+def similarity(candidate: str, reference: str) -> float:
+    """Returns sentence BLEU over words between spaces, smoothed by Chen and Cherry's method 4 (the library nltk)."""
+    bleu = optional("nltk.translate.bleu_score", "eval")
+    words = [re.split(r"\s+", text.strip()) for text in (candidate, reference)]
+    return bleu.sentence_bleu([words[1]], words[0], smoothing_function=bleu.SmoothingFunction().method4)
+
+
+def extracted(prediction: str, language: str) -> str:
+    """Returns the first function in a fenced block, else the first block, else all of the prediction."""
+    prediction = prediction.strip()
+    blocks = BLOCK.findall(prediction)
+    functions = (first_function(block, language) for block in blocks)
+    return next(filter(None, functions), blocks[0] if blocks else prediction)
+
+
+def first_function(source: str, language: str) -> str:
+    """Returns the first function by tree-sitter's grammar, without decorators or templates around it; else ""."""
+    encoded = source.encode()
+    kind = GRAMMARS[language][2]
+    stack = [parser(language).parse(encoded).root_node]
+    while stack:
+        node = stack.pop()
+        if node.type == kind and is_named(node, language):
+            return encoded[node.start_byte : node.end_byte].decode()
+        stack += reversed(node.children)
+    return ""
+
+
+def is_named(node: Any, language: str) -> bool:
+    """Returns whether a function counts: in C++ methods, operators and functions that return pointers do not."""
+    if language != "cpp":
+        return node.child_by_field_name("name") is not None
+    declarator = node.child_by_field_name("declarator")
+    is_function = declarator is not None and declarator.type == "function_declarator"
+    name = declarator.child_by_field_name("declarator") if is_function else None
+    return name is not None and name.type == "identifier"
+
+
+@cache
+def parser(language: str) -> Any:
+    """Returns tree-sitter's parser; raises RestoreKVError for an unknown language or a missing package."""
+    if language not in GRAMMARS:
+        raise RestoreKVError(f"Functions of {language} cannot be told apart; known are {', '.join(GRAMMARS)}.")
+    library = optional("tree_sitter", "eval")
+    package, function, _ = GRAMMARS[language]
+    return library.Parser(library.Language(getattr(optional(package, "eval"), function)()))

@@ -18,10 +18,9 @@ from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, tasks_n
 from restorekv.tasks.reading import TEXTS
 from restorekv.tasks.rows import existing, field, local_rows, well_formed
 from restorekv.tasks.ruler import dataset, documents, passages
-from restorekv.tasks.ruler.chains import EXAMPLE_TOKENS, chains
-from restorekv.tasks.ruler.counts import SHORT, common_words, frequent_words
 from restorekv.tasks.ruler.draft import Draft, Task, answer_tokens, most_units
 from restorekv.tasks.ruler.needles import NEEDLES, Essays, needles
+from restorekv.tasks.ruler.synthetic import EXAMPLE_TOKENS, SHORT, chains, common_words, frequent_words
 from restorekv.tasks.splits import EVALUATION_NOVEL
 
 GROUPS = {
