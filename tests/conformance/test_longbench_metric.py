@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from restorekv.tasks import Question, make
-from restorekv.tasks.longbench import TASKS
-from restorekv.tasks.longbench_prompts import EXTRA_TOKENS, PROMPTS
+from restorekv.tasks.longbench import EXTRA_TOKENS, PROMPTS, TASKS
 from tests.conformance.reference import scorer
 
 pytestmark = pytest.mark.kvpress

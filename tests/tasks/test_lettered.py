@@ -8,7 +8,8 @@ import pytest
 
 from restorekv.errors import RestoreKVError
 from restorekv.tasks import make
-from restorekv.tasks.letter import asked, read
+from restorekv.tasks.metrics import letter
+from restorekv.tasks.wording import with_options
 
 READ = {
     "B": "B",
@@ -35,7 +36,7 @@ READ = {
 
 @pytest.mark.parametrize("answer", READ)
 def test_letters_are_read(answer):
-    assert read(answer) == READ[answer]
+    assert letter(answer) == READ[answer]
 
 
 def test_letters_equal_a_character_by_character_reading():
@@ -60,7 +61,7 @@ def test_letters_equal_a_character_by_character_reading():
     met = set()
     for _ in range(300):
         answer = "".join(rng.choice(pieces) + rng.choice(["", " "]) for _ in range(rng.randint(0, 6)))
-        assert read(answer) == by_characters(answer)
+        assert letter(answer) == by_characters(answer)
         met.add(by_characters(answer))
     assert met == set("ABCDE") | {""}
 
@@ -81,12 +82,12 @@ def by_characters(answer):
 
 
 def test_questions_end_with_the_request_for_a_letter():
-    assert asked("Who came?", ["Ida", "Bo", "Al", "Cy"]) == (
+    assert with_options("Who came?", ["Ida", "Bo", "Al", "Cy"]) == (
         "Who came?\n\nA. Ida\nB. Bo\nC. Al\nD. Cy\n\nPlease think very briefly and then respond with **only** "
         "the letter (A, B, C, or D) of the correct option. If you are not sure, still make a guess."
     )
-    assert "E. five\n\nPlease" in asked("?", ["one", "two", "three", "four", "five"])
-    assert "(A, B, C, D, or E)" in asked("?", ["one", "two", "three", "four", "five"])
+    assert "E. five\n\nPlease" in with_options("?", ["one", "two", "three", "four", "five"])
+    assert "(A, B, C, D, or E)" in with_options("?", ["one", "two", "three", "four", "five"])
 
 
 def quality_row(article, text, questions):
@@ -164,10 +165,10 @@ def test_counts_are_drawn_from_all_articles(quality):
     ("lines", "told"),
     [
         (["{"], "line 1 is not JSON"),
-        (["[1]"], "line 1 is no article"),
-        ([json.dumps(quality_row("1", " ", []))], "is no article"),
-        ([json.dumps(quality_row("1", "Text.", "none"))], "is no article"),
-        ([json.dumps(quality_row("1", "Text.", [quality_question("?", 5)]))], "without its four options"),
+        (["[1]"], "line 1 is not an article"),
+        ([json.dumps(quality_row("1", " ", []))], "is not an article"),
+        ([json.dumps(quality_row("1", "Text.", "none"))], "is not an article"),
+        ([json.dumps(quality_row("1", "Text.", [quality_question("?", 5)]))], "questions of four options"),
         ([json.dumps(quality_row("1", "Text.", [{**quality_question("?", 1), "options": ["a"]}]))], "four options"),
         ([json.dumps(quality_row("1", "Text.", [{"question": "?", "options": list("abcd")}]))], "give the dev set"),
         ([], "give the dev set"),
@@ -248,7 +249,10 @@ def test_longhealth_of_several_patients_names_them(tmp_path, health):
         (lambda patient: patient.update(texts={"text_0": 3}), "lacks texts"),
         (lambda patient: patient.update(questions={}), "lacks texts or questions"),
         (lambda patient: patient["questions"][0].pop("correct"), "lacks texts or questions"),
-        (lambda patient: patient["questions"][0].update(correct="another"), "question 0 of patient_01 is no option"),
+        (
+            lambda patient: patient["questions"][0].update(correct="another"),
+            "question 0 of patient_01 has no right option",
+        ),
     ],
 )
 def test_longhealth_refuses_what_is_malformed(tmp_path, health, change, told):

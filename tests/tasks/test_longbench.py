@@ -10,37 +10,8 @@ import pytest
 
 from restorekv.errors import RestoreKVError
 from restorekv.tasks import Question, make
-from restorekv.tasks.longbench import CATEGORIES, METRICS, TASKS
-from restorekv.tasks.longbench_prompts import PROMPTS
-
-TYPES = ["Colour", "Colour of a thing", "Place"]
-OFFICIAL = {
-    "qasper": [
-        ("How many lamps?", "Lamps\nWe lit {nine} lamps.", ["nine", "9 lamps"], None),
-        ("Who paid?", "Costs\nNobody paid.", ["Unanswerable"], None),
-        ("Were they lit?", "Lamps\nWe lit {nine} lamps.", ["Yes"], None),
-    ],
-    "trec": [("Question: Where is the mill?\nType:", "Question: Where is it?\nType: Place", ["Place"], TYPES)],
-    "lcc": [("", "def f():\n    x = 1\n", ["    return x"], None)],
-    "passage_retrieval_en": [("Of mills.", "Paragraph 1: A mill.\n\nParagraph 2: A lamp.", ["Paragraph 1"], None)],
-}
-
-
-def official_rows(task):
-    return [
-        {
-            "input": asked,
-            "context": context,
-            "answers": answers,
-            "length": len(context.split()),
-            "dataset": task,
-            "language": "en",
-            "all_classes": classes,
-            "_id": f"{number:048x}",
-        }
-        for number, (asked, context, answers, classes) in enumerate(OFFICIAL[task])
-    ]
-
+from restorekv.tasks.longbench import CATEGORIES, METRICS, PROMPTS, TASKS
+from tests.helpers.longbench_world import OFFICIAL, TYPES, official_rows
 
 KVPRESS = [
     {
@@ -171,7 +142,7 @@ def test_a_count_is_spread_over_the_tasks(unpacked):
 def test_broken_rows_are_refused(tmp_path, change):
     row = {**(KVPRESS[0] if "max_new_tokens" in change else official_rows("qasper")[0]), **change}
     (tmp_path / "qasper.jsonl").write_text(json.dumps(row))
-    with pytest.raises(RestoreKVError, match=r"qasper.jsonl, line 1 is no row of LongBench; fetch the file again"):
+    with pytest.raises(RestoreKVError, match=r"qasper.jsonl, line 1 is not a row of LongBench.*; fetch the file again"):
         samples(tmp_path, "qasper")
 
 
@@ -184,7 +155,7 @@ def test_mistakes_are_told(unpacked, tmp_path):
     with pytest.raises(RestoreKVError, match="are both trec"):
         samples(tmp_path, "trec")
     (tmp_path / "lcc.json").write_text("[[1]]")
-    with pytest.raises(RestoreKVError, match=r"lcc.json, row 1 is no row|are both lcc"):
+    with pytest.raises(RestoreKVError, match=r"lcc.json, row 1 is not a row|are both lcc"):
         samples(tmp_path / "lcc.json", "lcc")
 
 

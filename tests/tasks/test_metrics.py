@@ -9,7 +9,7 @@ from restorekv.tasks.metrics import (
     classification,
     code_similarity,
     count,
-    normalised,
+    normalized,
     retrieval,
     rouge_l,
     token_f1,
@@ -30,8 +30,8 @@ CLASSES = ["Number", "Number of something", "Other number", "Date", "Food"]
         ("...", ""),
     ],
 )
-def test_normalised(text, found):
-    assert normalised(text) == found
+def test_normalized(text, found):
+    assert normalized(text) == found
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_normalised(text, found):
         ("Unanswerable", "unanswerable.", 1),
         ("yes", "no", 0),
         ("", "word", 0),
-        ("the", "a", 0),  # both are empty when normalised
+        ("the", "a", 0),  # both are empty when normalized
     ],
 )
 def test_token_f1(prediction, reference, score):

@@ -107,5 +107,5 @@ def test_mistakes_are_told(tiny_tokenizer, tmp_path):
         with pytest.raises(RestoreKVError, match=told):
             make(spec).chosen(tiny_tokenizer, "kvzip")
     (tmp_path / "a.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(RestoreKVError, match="no UTF-8 text"):
+    with pytest.raises(RestoreKVError, match="not UTF-8 text"):
         make(f"needle:path={tmp_path}").chosen(tiny_tokenizer, "kvzip")

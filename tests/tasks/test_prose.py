@@ -27,4 +27,4 @@ def test_sentences_are_clean():
 
 def test_every_rule_is_used():
     phrases = [phrase for phrases in prose.PHRASES.values() for phrase in phrases]
-    assert {"sentence", *re.findall(r"{(\w+)}", " ".join(phrases))} == set(prose.RULES)
+    assert {"sentence", *re.findall(r"{(\w+)}", " ".join(phrases))} == set(prose.PHRASES)

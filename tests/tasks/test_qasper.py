@@ -8,7 +8,7 @@ import pytest
 
 from restorekv.errors import RestoreKVError
 from restorekv.tasks import Question, make
-from tests.tasks.test_longbench import official_rows
+from tests.helpers.longbench_world import official_rows
 
 NOTHING = {"unanswerable": False, "extractive_spans": [], "yes_no": None, "free_form_answer": ""}
 
@@ -117,7 +117,7 @@ def test_mistakes_are_told(tmp_path):
     for content in (broken, {"1": {**broken["1"], "qas": [{"question": "?", "question_id": "0", "answers": []}]}}, [3]):
         file = tmp_path / "dev.json"
         file.write_text(json.dumps(content))
-        with pytest.raises(RestoreKVError, match=r"dev.json, .* is no paper of QASPER; fetch qasper-dev-v0.3.json"):
+        with pytest.raises(RestoreKVError, match=r"dev.json, .* is not a paper of QASPER; fetch qasper-dev-v0.3.json"):
             official(file)
     (tmp_path / "train.json").write_text("{}")
     with pytest.raises(RestoreKVError, match="has 2 files; give path=FILE"):

@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from restorekv.errors import RestoreKVError
-from restorekv.tasks import hub, make
+from restorekv.tasks import make
 from restorekv.tasks.ruler import documents
 
 CONTEXT = "A special magic number is hidden within the following text.\nOne of the special magic numbers for a is: 1.\n"
@@ -156,7 +156,9 @@ def test_a_hub_out_of_reach_is_told_with_what_to_do(monkeypatch):
     def unreachable(*args, **kwargs):
         raise OSError("no route to the hub")
 
-    monkeypatch.setattr(hub.optional("datasets"), "load_dataset", unreachable)
+    import datasets
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
     with pytest.raises(RestoreKVError, match=r"no route to the hub.*source=FOLDER"):
         make("ruler:source=hub").samples(None, "kvpress")
 
@@ -164,11 +166,11 @@ def test_a_hub_out_of_reach_is_told_with_what_to_do(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"answer": "1"}, "line 1 lacks the field answer"),
-        ({"answer": []}, "no list of texts"),
-        ({"answer": [1]}, "no list of texts"),
-        ({"max_new_tokens": None}, "lacks the field max_new_tokens"),
-        ({"context": None}, "lacks the field context"),
+        ({"answer": "1"}, "line 1 is not a row of .*its field answer"),
+        ({"answer": []}, "its field answer"),
+        ({"answer": [1]}, "its field answer"),
+        ({"max_new_tokens": None}, "is not a row"),
+        ({"context": None}, "its field context"),
     ],
 )
 def test_a_row_of_another_form_is_refused(tmp_path, change, told):

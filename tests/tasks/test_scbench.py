@@ -10,9 +10,9 @@ import pyarrow.parquet as parquet
 import pytest
 
 from restorekv.errors import RestoreKVError
-from restorekv.tasks import make, scbench_code
-from restorekv.tasks.scbench import TASKS, whole
-from restorekv.tasks.scbench_metrics import METRICS, contains, option, with_digits
+from restorekv.tasks import make, scbench
+from restorekv.tasks.metrics import contains, with_digits
+from restorekv.tasks.scbench import METRICS, TASKS, full_task, option
 
 ADD = "def add(a, b):\n    total = a + b\n    print('sum', total)\n    return total"
 MUL = "def mul(a, b):\n    return a * b"
@@ -84,7 +84,7 @@ def test_shorter_variants_are_tasks_of_their_own(folder):
     (folder / "scbench_kv.parquet").rename(folder / "scbench_kv_short.parquet")
     benchmark, question = asked(folder, "kv_short")
     assert question.task == "kv_short" and benchmark.score(question, "It is VALUE 1 or value1.") == 1
-    assert [whole(task) for task in ("kv_tiny", "qa_eng", "prefix_suffix_mid")] == ["kv", "qa_eng", "prefix_suffix"]
+    assert [full_task(task) for task in ("kv_tiny", "qa_eng", "prefix_suffix_mid")] == ["kv", "qa_eng", "prefix_suffix"]
     for task in ("kv_long", "vt_tiny", "passkey", ""):
         with pytest.raises(RestoreKVError, match="SCBench has no task"):
             make(f"scbench:tasks={task or '+'}")
@@ -277,9 +277,7 @@ def test_similarity_is_bleu():
     for _ in range(250):
         wanted = [rng.choice(tokens) for _ in range(rng.randint(1, 12))]
         said = [word if rng.random() < 0.8 else rng.choice(tokens) for word in wanted][: rng.randint(1, 12)]
-        assert scbench_code.similarity(" \n".join(said), "  ".join(wanted)) == pytest.approx(
-            bleu(said, wanted), abs=1e-12
-        )
+        assert scbench.similarity(" \n".join(said), "  ".join(wanted)) == pytest.approx(bleu(said, wanted), abs=1e-12)
 
 
 def test_repoqa_asks_for_the_most_similar_function_above_the_threshold():
@@ -292,7 +290,7 @@ def test_repoqa_asks_for_the_most_similar_function_above_the_threshold():
         said = [word if rng.random() < 0.97 else "other" for word in words]
         likeness = {name: bleu(said, source.split()) for name, source in functions}
         right = max(likeness, key=likeness.get) == "f" and likeness["f"] >= 0.8
-        assert scbench_code.passes("```\n" + " ".join(said) + "\n```", "python", "f", functions) == right
+        assert scbench.passes("```\n" + " ".join(said) + "\n```", "python", "f", functions) == right
         passed += right
     assert 20 < passed < 200
 
@@ -319,11 +317,11 @@ CODE = {
 @pytest.mark.parametrize("language", CODE)
 def test_functions_are_taken_out_of_blocks(language):
     source, function = CODE[language]
-    assert scbench_code.extracted(f"Sure:\n```{language}\n{source}\n```\n", language) == function
-    assert scbench_code.extracted(source, language) == source, "nothing is taken out of what is in no block"
-    assert scbench_code.extracted(f"```\nx\n```\n\n```\n{source}\n```", language) == function
-    assert scbench_code.extracted("```\n? ?\n```\n```\ny\n```", language) == "? ?\n"
-    assert scbench_code.extracted("```\nopen", language) == "```\nopen"
+    assert scbench.extracted(f"Sure:\n```{language}\n{source}\n```\n", language) == function
+    assert scbench.extracted(source, language) == source, "nothing is taken out of what is in no block"
+    assert scbench.extracted(f"```\nx\n```\n\n```\n{source}\n```", language) == function
+    assert scbench.extracted("```\n? ?\n```\n```\ny\n```", language) == "? ?\n"
+    assert scbench.extracted("```\nopen", language) == "```\nopen"
 
 
 def spoilt(folder, task, **columns):

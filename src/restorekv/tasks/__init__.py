@@ -1,4 +1,4 @@
-"""The benchmarks by name. A spec is a name with settings: "ruler:length=8192", "bundled:count=104"."""
+"""Lists the benchmarks by name. A spec is a name with settings: "ruler:length=8192", "bundled:count=104"."""
 
 from restorekv import spec
 from restorekv.tasks.base import Benchmark, Question, Sample
@@ -16,22 +16,12 @@ from restorekv.tasks.squad import HotpotQA, XQuAD
 
 __all__ = ["BENCHMARKS", "Benchmark", "Question", "Sample", "make"]
 
-BENCHMARKS: dict[str, type[Benchmark]] = {
-    "bundled": Bundled,
-    "factbook": Factbook,
-    "fairytaleqa": FairytaleQA,
-    "hotpotqa": HotpotQA,
-    "longbench": LongBench,
-    "longhealth": LongHealth,
-    "needle": Needle,
-    "qasper": Qasper,
-    "quality": Quality,
-    "ruler": Ruler,
-    "scbench": SCBench,
-    "xquad": XQuAD,
-}
+KINDS = (
+    Bundled, Factbook, FairytaleQA, HotpotQA, LongBench, LongHealth, Needle, Qasper, Quality, Ruler, SCBench, XQuAD,
+)  # fmt: skip
+BENCHMARKS: dict[str, type[Benchmark]] = {kind.name: kind for kind in KINDS}
 
 
 def make(text: str) -> Benchmark:
-    """A benchmark from its spec."""
+    """Makes a benchmark from its spec."""
     return spec.parse(text, BENCHMARKS, "benchmark")

@@ -1,16 +1,15 @@
-"""What a benchmark is: contexts, each with its questions, and a score for every answer.
+"""Defines what a benchmark is: contexts, each with its questions, and a score for every answer.
 
-A benchmark is a frozen dataclass whose fields are its settings ("ruler:length=4096,seed=1"), as evictors are. Its own
-prompt texts are here; what a protocol puts around them (templates, stops, lengths of its own) is in `protocols`.
+A benchmark is a frozen dataclass whose fields are its settings ("ruler:length=4096,seed=1"), as evictors are. It brings
+its own prompts; `evaluation.protocols` adds templates, stops and lengths around them.
 """
-
-from __future__ import annotations
 
 import hashlib
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -21,10 +20,10 @@ from restorekv.errors import RestoreKVError
 
 @dataclass(frozen=True)
 class Question:
-    """One question about a context; `id` is unique in the benchmark, `task` is what scores are averaged by.
+    """A question about a context; `id` is unique in the benchmark, and scores are averaged by `task`.
 
-    `answers` are the references, `answer_prefix` opens the answer, `facts` is what the metric needs besides (plain JSON
-    values: classes, options, a language).
+    `answers` are the references, `answer_prefix` opens the answer, `facts` holds what else the metric needs as plain
+    JSON values (classes, options, a language).
     """
 
     id: str
@@ -38,7 +37,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Sample:
-    """A context, compressed once, and all that is asked of it; `id` is unique in the benchmark."""
+    """A context, which is compressed once, and all its questions; `id` is unique in the benchmark."""
 
     id: str
     context: str
@@ -47,10 +46,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class Benchmark(ABC):
-    """`count` is how many contexts are asked, spread evenly over the tasks by `seed`; 0 is all of them."""
+    """`count` contexts are asked, spread evenly over the tasks and drawn by `seed`; 0 asks all."""
 
     name: ClassVar[str]
-    title: ClassVar[str]  # as the field writes it: RULER, LongBench
+    title: ClassVar[str]  # the name in papers: RULER, LongBench
+    license: ClassVar[str]  # of the data
+    metric: ClassVar[str]  # what `score` computes, in words
+    data: ClassVar[str]  # where the samples come from; a property if settings decide
 
     count: int = 0
     seed: int = 0
@@ -62,63 +64,70 @@ class Benchmark(ABC):
 
     @abstractmethod
     def samples(self, tokenizer: Tokenizer, protocol: str) -> Iterable[Sample]:
-        """Every context in a fixed order, before `count`; `protocol` ("kvpress", "kvzip") decides lengths and wording.
+        """Returns all contexts in a fixed order; `protocol` ("kvpress", "kvzip") decides lengths and wording.
 
-        Raises RestoreKVError where the data is not at hand, with what to fetch and where to put it.
+        Raises RestoreKVError if the data cannot be read, and says what to fetch and where to put it.
         """
 
     @abstractmethod
     def score(self, question: Question, prediction: str) -> float:
-        """In [0, 1], by the benchmark's official metric."""
+        """Returns the benchmark's official metric, in [0, 1]."""
 
     def metrics(self, question: Question, prediction: str) -> Mapping[str, float]:
-        """Returns further metrics by name, in [0, 1] each, that are reported beside the score; none by default."""
+        """Returns further metrics by name, in [0, 1] each, to report in addition to the score; none by default."""
         return {}
 
-    @abstractmethod
     def described(self) -> dict[str, object]:
-        """For results: source and licence of the data, metric, and whatever stands in for something official."""
+        """Returns what a result records: source and license of the data, metric, stand-ins for official data."""
+        return {"data": self.data, "license": self.license, "metric": self.metric}
 
     def chosen(self, tokenizer: Tokenizer, protocol: str) -> list[Sample]:
-        """The samples that a run asks."""
+        """Returns the samples that a run asks."""
         if self.count < 0:
             raise RestoreKVError(f"count is a number of contexts, at least 0, not {self.count}.")
         return evenly(self.samples(tokenizer, protocol), self.count, self.seed)
 
     def by_context(self, protocol: str) -> bool:
-        """Whether a task's score is the mean of its contexts' means, not of all its questions."""
+        """Returns whether a task's score is the mean over its contexts' means, not over all its questions."""
         return False
 
     def groups(self) -> Mapping[str, tuple[str, ...]]:
-        """Named groups of tasks that tables show (LongBench's categories); none by default."""
+        """Returns named groups of tasks that tables show (LongBench's categories); none by default."""
         return {}
 
 
+def tasks_named(title: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
+    """Returns the tasks of `known` that `text` names, joined by "+", in the order of `known`; all if it is empty."""
+    given = text.split("+") if text else known
+    for task in given:
+        if task not in known:
+            raise RestoreKVError(f"{title} has no task {task!r}; use some of {', '.join(known)}, joined by +.")
+    return tuple(task for task in known if task in given)
+
+
+def token_counter(tokenizer: Tokenizer) -> Callable[[str], int]:
+    """Returns a function that counts the tokens of a text, without special tokens and without a warning if long."""
+    return lambda text: len(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+
 def digest(samples: Iterable[Sample]) -> str:
-    """16 hex digits of all that is asked."""
-    told = hashlib.sha256()
+    """Returns 16 hex digits of all contexts and questions."""
+    sha256 = hashlib.sha256()
     for sample in samples:
-        told.update(repr((sample.id, sample.context, sample.questions)).encode())
-    return told.hexdigest()[:16]
+        sha256.update(repr((sample.id, sample.context, sample.questions)).encode())
+    return sha256.hexdigest()[:16]
 
 
 def evenly(samples: Iterable[Sample], count: int, seed: int) -> list[Sample]:
-    """`count` samples in their order, each task's share drawn by `seed`; all of them where count is 0 or too large."""
-    every = list(samples)
-    if count == 0 or count >= len(every):
-        return every
+    """Returns `count` samples in their order, each task's share drawn by `seed`; all if count is 0 or too large."""
+    samples = list(samples)
+    if count == 0 or count >= len(samples):
+        return samples
     by_task: dict[str, list[int]] = {}
-    for index, sample in enumerate(every):
+    for index, sample in enumerate(samples):
         by_task.setdefault(sample.questions[0].task, []).append(index)
     for task, indices in by_task.items():
         random.Random(f"{seed} {task}").shuffle(indices)
-    return [every[index] for index in sorted(dealt(list(by_task.values()), count))]
-
-
-def dealt(piles: list[list[int]], count: int) -> Iterator[int]:
-    """`count` items, one from each pile in turn."""
-    for height in range(max(map(len, piles))):
-        for pile in piles:
-            if height < len(pile) and count:
-                count -= 1
-                yield pile[height]
+    rounds = zip_longest(*by_task.values())  # one sample of each task, until a task has no more
+    in_turn = [index for indices in rounds for index in indices if index is not None]
+    return [samples[index] for index in sorted(in_turn[:count])]

@@ -1,22 +1,36 @@
 """LongBench (arXiv 2308.14508), its 16 English tasks in the paper's six categories, as kvpress 0.5.5 evaluates them.
 
-kvpress's prompts, lengths and scoring are used under every protocol: KVzip has none for LongBench.
+kvpress's prompts, lengths and scoring are used under every protocol: KVzip has none for LongBench. Rows come in
+kvpress's format from the hub, or in that format or the official one from a folder.
+
+longbench_prompts.json has the words of LongBench's config/dataset2prompt.json (MIT), odd spaces and "asconcisely"
+included, as kvpress splits them (evaluation/benchmarks/longbench/create_huggingface_dataset.py): `context` is
+compressed, the instruction, the document and, for most tasks, the instruction again; `question` follows when someone
+asks; `tokens` is the official limit of answers.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Mapping
+import json
+from collections import namedtuple
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase as Tokenizer
-
-from restorekv.data.files import optional
+from restorekv.data.files import local_files, optional, suffix
 from restorekv.errors import RestoreKVError
-from restorekv.tasks.base import Benchmark, Question, Sample
-from restorekv.tasks.longbench_rows import HUB, samples_of
+from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, tasks_named
 from restorekv.tasks.metrics import classification, code_similarity, count, retrieval, rouge_l, token_f1
+from restorekv.tasks.rows import (
+    Rows,
+    field,
+    file_rows,
+    group_by_context,
+    hub_rows,
+    kvpress_question,
+    texts,
+    well_formed,
+)
 
+HUB = "Xnhyacinth/LongBench"
 CATEGORIES = {
     "S-QA": ("narrativeqa", "qasper", "multifieldqa_en"),
     "M-QA": ("hotpotqa", "2wikimqa", "musique"),
@@ -34,52 +48,96 @@ METRICS: dict[str, Callable[..., float]] = {
     "passage_count": count,
     "passage_retrieval_en": retrieval,
 }
-FIRST_LINE = CATEGORIES["Few-shot"]
+FEW_SHOT = CATEGORIES["Few-shot"]  # only an answer's first line counts; official inputs end with the answer prefix
+EXTRA_TOKENS = 20  # kvpress's addition to the official limits of answers
+INSTEAD = (
+    "fetch the dataset with a network, or unpack data.zip of THUDM/LongBench, and give path=FOLDER, where tasks are "
+    "files such as qasper.jsonl or folders such as qasper/"
+)
+WORDS = json.loads(Path(__file__).with_name("longbench_prompts.json").read_text("utf-8"))
+Prompt = namedtuple("Prompt", ("context", "question", "answer_prefix", "tokens"))  # with places {context} and {input}
+PROMPTS = {task: Prompt(**words) for task, words in WORDS.items()}
 
 
 @dataclass(frozen=True)
 class LongBench(Benchmark):
     """`path` is a folder, or the hub if empty; `tasks` are names joined by "+", all 16 if empty."""
 
-    name: ClassVar[str] = "longbench"
-    title: ClassVar[str] = "LongBench"
+    name, title = "longbench", "LongBench"
+    license = "MIT; the texts keep the licenses of the data sets that they come from"
+    metric = "token F1, ROUGE-L, class, paragraph, count or code similarity by task, best over references"
 
     path: str = ""
     tasks: str = ""
 
     def __post_init__(self) -> None:
-        for task in self.tasks.split("+") if self.tasks else ():
-            if task not in TASKS:
-                raise RestoreKVError(f"LongBench has no task {task!r}; use some of {', '.join(TASKS)}, joined by +.")
+        tasks_named(self.title, self.tasks, TASKS)
 
     @property
     def asked(self) -> tuple[str, ...]:
         """The tasks, in the order of their categories."""
-        return tuple(task for task in TASKS if not self.tasks or task in self.tasks.split("+"))
+        return tasks_named(self.title, self.tasks, TASKS)
 
-    def samples(self, tokenizer: Tokenizer, protocol: str) -> Iterable[Sample]:
+    def samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
         if any(METRICS[task] is rouge_l for task in self.asked):
-            optional("rouge", "eval")  # rather now than after the first answers
+            optional("rouge", "eval")  # fails before the first answer, not after it
         for task in self.asked:
             yield from samples_of(task, self.path)
 
     def score(self, question: Question, prediction: str) -> float:
-        """The best over the references, of the answer's first line for few-shot tasks."""
-        said = prediction.lstrip()
-        if question.task in FIRST_LINE:
-            said = said.split("\n")[0]
+        """Returns the best over the references, for few-shot tasks of the answer's first line."""
+        answer = prediction.lstrip()
+        if question.task in FEW_SHOT:
+            answer = answer.split("\n")[0]
         metric = METRICS[question.task]
-        given = {"classes": question.facts["classes"]} if metric is classification else {}
-        return max(metric(said, answer, **given) for answer in question.answers)
+        classes = {"classes": question.facts["classes"]} if metric is classification else {}
+        return max(metric(answer, reference, **classes) for reference in question.answers)
+
+    @property
+    def data(self) -> str:
+        return self.path or f"{HUB} (Hugging Face)"
 
     def described(self) -> dict[str, object]:
-        return {
-            "data": self.path or f"{HUB} (Hugging Face)",
-            "licence": "MIT; the texts keep the licences of the data sets that they come from",
-            "metric": "token F1, ROUGE-L, class, paragraph, count or code similarity by task, best over references",
-            "prompts": "kvpress 0.5.5's, answers up to 20 tokens longer than LongBench's",
-        }
+        return {**super().described(), "prompts": "kvpress 0.5.5's, answers up to 20 tokens longer than LongBench's"}
 
     def groups(self) -> Mapping[str, tuple[str, ...]]:
-        """The categories that are asked whole."""
+        """Returns the categories of which every task is asked."""
         return {name: tasks for name, tasks in CATEGORIES.items() if set(tasks) <= set(self.asked)}
+
+
+def samples_of(task: str, path: str) -> list[Sample]:
+    """Returns the task's distinct contexts, from the files below `path` or from the hub if it is empty."""
+    rows = local_task(task, path) if path else hub_rows(HUB, task, "test", INSTEAD)
+    return group_by_context(read(task, f"{task}-{number}", place, row) for number, (place, row) in enumerate(rows))
+
+
+def local_task(task: str, path: str) -> Rows:
+    """Yields the rows of the file named for the task, or else of all files in folders named for it."""
+    files = local_files(Path(path))
+    named = [file for file in files if file.name.removesuffix(".gz").removesuffix(suffix(file)) == task]
+    if len(named) > 1:
+        raise RestoreKVError(f"{named[0]} and {named[1]} are both {task}; give a folder that has one of them.")
+    files = named or [file for file in files if file.parent.name == task]
+    if not files:
+        raise RestoreKVError(f"{path} has no task {task}; {INSTEAD}, or leave it out by tasks=NAME+NAME.")
+    for file in files:
+        yield from file_rows(file)
+
+
+def read(task: str, name: str, place: str, row: dict) -> tuple[str, Question]:
+    """Returns (context, question) of a row in either format."""
+    with well_formed(f"{place} is not a row of LongBench", "fetch the file again"):
+        facts = {"classes": texts(row, "all_classes")} if row["all_classes"] else {}
+        return kvpress_question({**row, **prompted(task, row)} if "input" in row else row, name, task, "answers", facts)
+
+
+def prompted(task: str, row: dict) -> dict:
+    """Returns an official row in kvpress's format."""
+    prompt = PROMPTS[task]
+    text = field(row, "input").removesuffix(prompt.answer_prefix if task in FEW_SHOT else "")
+    return {
+        "context": prompt.context.format(context=field(row, "context")),
+        "question": prompt.question.format(input=text),
+        "answer_prefix": prompt.answer_prefix,
+        "max_new_tokens": prompt.tokens + EXTRA_TOKENS,
+    }

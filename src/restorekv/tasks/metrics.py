@@ -1,10 +1,9 @@
-"""Metrics of one prediction and one reference, all in [0, 1]: LongBench's, and those of reading comprehension.
+"""Metrics of one prediction and one reference, all in [0, 1], and the reading of a letter from an answer.
 
-LongBench's (arXiv 2308.14508, github.com/THUDM/LongBench) equal kvpress 0.5.5's to the last bit
-(tests/conformance/test_longbench_metric.py); `exact_match` and `longest_common_f1` are not among them.
+LongBench's metrics (arXiv 2308.14508, github.com/THUDM/LongBench) equal kvpress 0.5.5's to the last bit
+(tests/conformance/test_longbench_metric.py): `token_f1`, `rouge_l`, `classification`, `count`, `retrieval` and
+`code_similarity`.
 """
-
-from __future__ import annotations
 
 import re
 import string
@@ -20,16 +19,18 @@ ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 WORDS = re.compile(r"[^\W_]+")
 NUMBERS = re.compile(r"\d+")
 PARAGRAPH = re.compile(r"Paragraph (\d+)")
+DIGITS = {word: str(digit) for digit, word in enumerate("zero one two three four five six seven eight nine".split())}
+DIGIT_WORD = re.compile(rf"\b(?:{'|'.join(DIGITS)})\b")
 
 
-def normalised(text: str) -> str:
-    """SQuAD's normalisation (arXiv 1606.05250): lower case, no ASCII punctuation, no a/an/the, single spaces."""
+def normalized(text: str) -> str:
+    """Normalizes as SQuAD does (arXiv 1606.05250): lower case, no ASCII punctuation, no a/an/the, single spaces."""
     return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
 
 
 def token_f1(prediction: str, reference: str) -> float:
-    """F1 of the two bags of normalised words; 0 where they share none, even if both are empty."""
-    said, wanted = normalised(prediction).split(), normalised(reference).split()
+    """Returns F1 of the two bags of normalized words; 0 if they share none, even if both are empty."""
+    said, wanted = normalized(prediction).split(), normalized(reference).split()
     common = (Counter(said) & Counter(wanted)).total()
     if not common:
         return 0.0
@@ -38,30 +39,30 @@ def token_f1(prediction: str, reference: str) -> float:
 
 
 def exact_match(prediction: str, reference: str) -> float:
-    """1 where the two are equal once normalized, as in SQuAD's evaluator."""
-    return float(normalised(prediction) == normalised(reference))
+    """Returns 1 if the two are equal after normalization, as SQuAD's evaluator does."""
+    return float(normalized(prediction) == normalized(reference))
 
 
 def longest_common_f1(prediction: str, reference: str) -> float:
-    """ROUGE-L (Lin, 2004) of two texts as one sentence each: F1 of their longest common subsequence of words.
+    """Returns ROUGE-L (Lin, 2004) of two single sentences: F1 of their longest common subsequence of words.
 
-    Words are lower-case runs of letters and digits, not stemmed; no library, unlike `rouge_l`.
+    Words are lower-case runs of letters and digits, not stemmed. `rouge_l` is another measure.
     """
     said, wanted = WORDS.findall(prediction.lower()), WORDS.findall(reference.lower())
-    lengths = [0] * (len(wanted) + 1)  # what the words of `said` so far have in common with each start of `wanted`
+    lengths = [0] * (len(wanted) + 1)  # of the words of `said` so far and each prefix of `wanted`
     for word in said:
-        before = 0
+        diagonal = 0
         for place, other in enumerate(wanted, 1):
-            kept = lengths[place]
-            lengths[place] = before + 1 if word == other else max(kept, lengths[place - 1])
-            before = kept
+            above = lengths[place]
+            lengths[place] = diagonal + 1 if word == other else max(above, lengths[place - 1])
+            diagonal = above
     return 2 * lengths[-1] / (len(said) + len(wanted)) if lengths[-1] else 0.0
 
 
 def rouge_l(prediction: str, reference: str) -> float:
-    """F of the summary-level ROUGE-L of the library `rouge`: sentences end at ".", and each word counts once.
+    """Returns F of the library `rouge`'s summary-level ROUGE-L: sentences end at ".", and each word counts once.
 
-    0 where the library fails: on a text without a sentence and, as it recurses, on sentences of some 950 words.
+    Returns 0 if the library fails: on a text without a sentence and, since it recurses, on sentences of some 950 words.
     """
     scorer = optional("rouge", "eval").Rouge(metrics=["rouge-l"], stats=["f"])
     try:
@@ -71,37 +72,61 @@ def rouge_l(prediction: str, reference: str) -> float:
 
 
 def classification(prediction: str, reference: str, classes: Iterable[str]) -> float:
-    """One over the number of `classes` named in the prediction, if the right one is among them.
+    """Returns one over the number of `classes` named in the prediction, if the right one is among them.
 
-    A class whose name is part of the right one's does not count; of two such in a row the official loop misses one.
+    A class whose name is part of the right one's does not count; the official loop misses the second of two in a row.
     """
     named = [name for name in classes if name in prediction]
     for name in named:
         if name in reference and name != reference:
-            named.remove(name)  # the list shrinks under the loop there too
+            named.remove(name)  # while iterating, as in the official loop
     return 1 / len(named) if reference in named else 0.0
 
 
 def count(prediction: str, reference: str) -> float:
-    """The share of the prediction's numbers that are the reference, digit for digit; 0 where it has none."""
+    """Returns the share of the prediction's numbers that equal the reference digit for digit; 0 if it has none."""
     numbers = NUMBERS.findall(prediction)
     return numbers.count(reference) / len(numbers) if numbers else 0.0
 
 
 def retrieval(prediction: str, reference: str) -> float:
-    """`count` with the number of a reference such as "Paragraph 7"."""
-    found = PARAGRAPH.search(reference)
-    if not found:
+    """Returns `count` with the number of a reference such as "Paragraph 7"."""
+    paragraph = PARAGRAPH.search(reference)
+    if not paragraph:
         raise RestoreKVError(f"The reference {reference!r} names no paragraph; fetch the data again.")
-    return count(prediction, found[1])
+    return count(prediction, paragraph[1])
 
 
 def code_similarity(prediction: str, reference: str) -> float:
-    """Likeness of the first line that is no comment or fence, in whole percents, by Ratcliff and Obershelp's measure.
+    """Returns Ratcliff and Obershelp's similarity of the first line without comment or fence, in whole percents.
 
-    That is fuzzywuzzy's `ratio` without python-Levenshtein, which neither LongBench nor kvpress asks for; with it, or
-    in rapidfuzz, it is another measure, that of the longest common subsequence.
+    fuzzywuzzy's `ratio` computes it without python-Levenshtein, which neither LongBench nor kvpress requires; with it,
+    as in rapidfuzz, `ratio` is another measure, that of the longest common subsequence.
     """
     lines = prediction.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
     return round(100 * SequenceMatcher(None, line, reference).ratio()) / 100
+
+
+def with_digits(text: str) -> str:
+    """Normalizes as SQuAD does, then writes zero to nine as digits."""
+    return DIGIT_WORD.sub(lambda word: DIGITS[word[0]], normalized(text))
+
+
+def contains(prediction: str, reference: str) -> float:
+    """Returns whether the normalized prediction contains the normalized reference, inside words too (KVzip's)."""
+    return float(with_digits(reference) in with_digits(prediction))
+
+
+def letter(answer: str) -> str:
+    """Returns the letter of an option that an answer means, or "" if there is none.
+
+    It is the first character if that is one of A to E in either case, else the first such capital in brackets, else the
+    first that stands alone; an answer that opens with a word counts as its first letter ("Because ..." is B). This is
+    the rule of RestoreKV's own evaluation (cvsp-lab/RestoreKV d591d4d, data/wrapper.py).
+    """
+    answer = answer.strip()
+    if answer and answer[0].upper() in "ABCDE":
+        return answer[0].upper()
+    capital = re.search(r"\(([A-E])\)", answer) or re.search(r"\b([A-E])\b", answer)
+    return capital[1] if capital else ""

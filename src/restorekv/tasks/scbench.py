@@ -1,32 +1,38 @@
 """SCBench (arXiv 2412.10319): many questions about one long context, 26K to 170K tokens, in nine tasks of the paper.
 
 The data are those of KVzip's evaluation (hub: Jang-Hyun/SCBench-preprocessed), a parquet file a task: prompts (context,
-then questions), ground_truth, and of repoqa lang, repo and func_name. Contexts and questions are asked as they stand.
+then questions), ground_truth, and for repoqa lang, repo and func_name. Contexts and questions are asked unchanged.
+
+Metrics are those of KVzip and RestoreKV (results/metric.py of cvsp-lab/RestoreKV 2dbcfa9 and Janghyun1230/FastKVzip);
+snu-mllab/KVzip (5d84729) differs in `option` alone, where it looks at brackets only if both texts begin with one.
+For repoqa they are RepoQA's (arXiv 2406.06025, github.com/evalplus/repoqa): of all functions that the context's
+questions ask for, the right one must be the most similar to the prediction's first function, with BLEU of at least 0.8.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from operator import itemgetter
 from pathlib import Path
-from typing import ClassVar
+from typing import Any
 
 from huggingface_hub import hf_hub_download
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.data.files import optional
 from restorekv.data.shard import parquet_rows
 from restorekv.errors import RestoreKVError
-from restorekv.tasks import scbench_code
-from restorekv.tasks.base import Benchmark, Question, Sample
-from restorekv.tasks.scbench_metrics import METRICS
+from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, tasks_named
+from restorekv.tasks.metrics import contains, rouge_l, token_f1, with_digits
+from restorekv.tasks.rows import field, texts, unreachable, well_formed
 from restorekv.tasks.wording import apart
 
 HUB = "Jang-Hyun/SCBench-preprocessed"
 TASKS = ("kv", "prefix_suffix", "vt", "repoqa", "qa_eng", "choice_eng", "mf", "many_shot", "summary")
-WHOLE_ONLY = ("vt", "qa_eng", "choice_eng")
+FULL_ONLY = ("vt", "qa_eng", "choice_eng")  # tasks without shorter variants
 SHORTER = ("tiny", "short", "mid")  # contexts of some 8K, 20K and 60K tokens
-LENGTHS = {  # answers' limits in tokens; "kvpress" are those of microsoft/MInference's scbench/eval_utils.py
+KNOWN = (*TASKS, *(f"{task}_{tag}" for task in TASKS if task not in FULL_ONLY for tag in SHORTER))
+LENGTHS = {  # limits of answers in tokens; "kvpress" has those of microsoft/MInference's scbench/eval_utils.py
     "kvzip": dict.fromkeys(TASKS, 96) | {"mf": 32, "summary": 256, "repoqa": 512},
     "kvpress": {
         "kv": 150, "prefix_suffix": 150, "vt": 30, "repoqa": 1024, "qa_eng": 40, "choice_eng": 40, "mf": 5,
@@ -34,113 +40,201 @@ LENGTHS = {  # answers' limits in tokens; "kvpress" are those of microsoft/MInfe
     },
 }  # fmt: skip
 END = "</s>"
+THRESHOLD = 0.8
+BLOCK = re.compile(r"^```\w*\s*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+GRAMMARS = {  # package, its function, the node type of a named function
+    "python": ("tree_sitter_python", "language", "function_definition"),
+    "java": ("tree_sitter_java", "language", "method_declaration"),
+    "typescript": ("tree_sitter_typescript", "language_typescript", "function_declaration"),
+    "rust": ("tree_sitter_rust", "language", "function_item"),
+    "cpp": ("tree_sitter_cpp", "language", "function_definition"),
+    "go": ("tree_sitter_go", "language", "function_declaration"),
+}
 
 
 @dataclass(frozen=True)
 class SCBench(Benchmark):
-    """`tasks` are names with "+" between them, "kv_short+mf_mid" for shorter contexts; `path` is a folder of the files
-    (empty: the hub, at `revision`)."""
+    """`tasks` are names joined by "+", "kv_short+mf_mid" for shorter contexts.
 
-    name: ClassVar[str] = "scbench"
-    title: ClassVar[str] = "SCBench"
+    `path` is a folder of the files; if it is empty, they come from the hub at `revision`.
+    """
+
+    name, title = "scbench", "SCBench"
+    license = "MIT (microsoft/SCBench)"
+    metric = "KVzip's: found, share found, exact, option, ROUGE-L, max of F1 and found, or pass@1 at BLEU 0.8"
 
     tasks: str = "+".join(TASKS)
     path: str = ""
     revision: str = "main"
 
     def __post_init__(self) -> None:
-        known = [*TASKS, *(f"{task}_{tag}" for task in TASKS if task not in WHOLE_ONLY for tag in SHORTER)]
-        for task in self.tasks.split("+"):
-            if task not in known:
-                raise RestoreKVError(f"SCBench has no task {task!r}; use some of {', '.join(known)}, joined by +.")
+        tasks_named(self.title, self.tasks, KNOWN)
 
     def samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
-        optional("rouge", "eval")  # rather now than after the first answers
+        """Yields the contexts of the tasks in the order in which the setting names them."""
+        optional("rouge", "eval")  # fails before the first answer, not after it
         optional("nltk", "eval")
         for task in self.tasks.split("+"):
             path = self.located(task)
             for index, row in enumerate(parquet_rows(path)):
-                yield sample(task, f"{task}-{index}", f"{path}, row {index + 1}", row, protocol)
+                yield read(task, f"{task}-{index}", f"{path}, row {index + 1}", row, protocol)
 
     def located(self, task: str) -> Path:
-        """The task's file, fetched where it is not local."""
+        """Returns the path of the task's file, which is downloaded unless `path` names a folder."""
         file = f"scbench_{task}.parquet"
         if not self.path:
             try:
                 return Path(hf_hub_download(HUB, file, repo_type="dataset", revision=self.revision))
             except Exception as error:  # unreachable, unknown: the hub's client raises many kinds
-                reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-                mend = "fetch it where there is a network and give path=FOLDER"
-                raise RestoreKVError(f"Cannot read {file} of {HUB} ({reason}); {mend}.") from error
+                instead = "fetch it with a network and give path=FOLDER"
+                raise unreachable(f"{file} of {HUB}", error, instead) from error
         if not (Path(self.path) / file).is_file():
-            raise RestoreKVError(
-                f"{self.path} has no file {file}; fetch it from {HUB} (Hugging Face) or name other tasks."
-            )
+            raise RestoreKVError(f"{self.path} has no file {file}; fetch it from {HUB} (hub) or name other tasks.")
         return Path(self.path) / file
 
     def score(self, question: Question, prediction: str) -> float:
-        """KVzip's metric of the task. Empty answers score 0, in repoqa too, where KVzip leaves them out of the mean."""
-        said = prediction.removesuffix(END)
-        if not said.strip():
+        """Returns KVzip's metric of the task. Empty answers score 0; KVzip leaves those to repoqa out of the mean."""
+        answer = prediction.removesuffix(END)
+        if not answer.strip():
             return 0.0
-        if whole(question.task) == "repoqa":
+        if full_task(question.task) == "repoqa":
             facts = question.facts
-            return scbench_code.passes(said, facts["language"], facts["function"], facts["functions"])
-        return METRICS[whole(question.task)](said, question.answers[0])
+            return passes(answer, facts["language"], facts["function"], facts["functions"])
+        return METRICS[full_task(question.task)](answer, question.answers[0])
 
     def by_context(self, protocol: str) -> bool:
         return protocol == "kvzip"
 
+    @property
+    def data(self) -> str:
+        return self.path or f"{HUB} (Hugging Face), {self.revision}"
+
     def described(self) -> dict[str, object]:
-        return {
-            "data": self.path or f"{HUB} (Hugging Face), {self.revision}",
-            "licence": "MIT (microsoft/SCBench)",
-            "metric": "KVzip's: found, share found, exact, option, ROUGE-L, max of F1 and found, or pass@1 at BLEU 0.8",
-            "lengths": "KVzip's under kvzip, SCBench's own under kvpress",
-        }
+        return {**super().described(), "lengths": "KVzip's under kvzip, SCBench's own under kvpress"}
 
 
-def whole(task: str) -> str:
-    """The task of which this one may be a shorter variant."""
+def full_task(task: str) -> str:
+    """Returns the task of which this one may be a shorter variant."""
     name, _, tag = task.rpartition("_")
     return name if tag in SHORTER else task
 
 
-def sample(task: str, name: str, place: str, row: dict, protocol: str) -> Sample:
-    """A row's context and questions."""
-    prompts, truths = row.get("prompts"), row.get("ground_truth")
-    lists = isinstance(prompts, list) and isinstance(truths, list)
-    if not lists or not truths or len(prompts) != len(truths) + 1 or not all(isinstance(text, str) for text in prompts):
-        raise RestoreKVError(f"{place} has not a context and a prompt for every ground_truth; fetch the file again.")
-    facts = code_facts(place, row) if whole(task) == "repoqa" else [{}] * len(truths)
-    limit = LENGTHS[protocol][whole(task)]
+def read(task: str, name: str, place: str, row: dict, protocol: str) -> Sample:
+    """Returns a row's context and questions."""
+    kind, fix = full_task(task), "fetch the file again"
+    with well_formed(f"{place} lacks a context and a prompt for every ground_truth", fix):
+        prompts, truths = texts(row, "prompts"), field(row, "ground_truth", list)
+        if not truths or len(prompts) != len(truths) + 1:
+            raise ValueError(len(prompts))
+    facts: list[dict[str, object]] = [{}] * len(truths)
+    if kind == "repoqa":
+        with well_formed(f"{place} lacks lang or a func_name for every ground_truth", fix):
+            functions = list(zip(field(row, "func_name", list), truths, strict=True))
+            language = field(row, "lang")
+        parser(language)
+        facts = [{"language": language, "function": function, "functions": functions} for function, _ in functions]
     questions = []
     for turn, (prompt, truth, known) in enumerate(zip(prompts[1:], truths, facts, strict=True)):
-        answer = option_line(place, prompt, str(truth)) if whole(task) == "many_shot" else reference(truth)
-        questions.append(Question(f"{name}-{turn}", task, apart(prompt, protocol), (answer,), limit, facts=known))
+        answer = ", ".join(map(str, truth)) if isinstance(truth, list) else str(truth)
+        if kind == "many_shot":
+            answer = option_line(place, prompt, answer)
+        questions.append(
+            Question(f"{name}-{turn}", task, apart(prompt, protocol), (answer,), LENGTHS[protocol][kind], facts=known)
+        )
     return Sample(name, prompts[0], tuple(questions))
 
 
-def reference(truth: object) -> str:
-    """Several names are one text, with ", " between them."""
-    return ", ".join(map(str, truth)) if isinstance(truth, list) else str(truth)
-
-
 def option_line(place: str, prompt: str, letter: str) -> str:
-    """The first line of the prompt that has the letter in brackets."""
+    """Returns the first line of the prompt that has the letter in brackets."""
     for line in prompt.split("\n"):
         if f"({letter})" in line:
             return line.strip()
-    raise RestoreKVError(
-        f"{place} asks for the option ({letter}), which no line of its prompt has; fetch the file again."
-    )
+    raise RestoreKVError(f"{place} asks for the option ({letter}), but its prompt has none; fetch the file again.")
 
 
-def code_facts(place: str, row: dict) -> list[dict[str, object]]:
-    """For each question of repoqa its language, the function's name, and all functions that are asked for."""
-    names, language = row.get("func_name"), row.get("lang")
-    if not isinstance(names, list) or len(names) != len(row["ground_truth"]) or not isinstance(language, str):
-        raise RestoreKVError(f"{place} lacks lang or a func_name for every ground_truth; fetch the file again.")
-    scbench_code.parser(language)
-    functions = list(zip(names, row["ground_truth"], strict=True))
-    return [{"language": language, "function": name, "functions": functions} for name in names]
+def share(prediction: str, reference: str) -> float:
+    """Returns the share of the names, separated by ", ", that stand in the prediction letter for letter."""
+    names = reference.split(", ")
+    return sum(name in prediction for name in names) / len(names)
+
+
+def option(prediction: str, reference: str) -> float:
+    """Compares an option such as "(B) law": the letters in the first brackets of both, else its text by `contains`.
+
+    Text within other brackets is compared as well: "f(x) is (B)" says "x".
+    """
+    if "(" in prediction and "(" in reference:
+        answer, right = (text.split("(")[1].split(")")[0] for text in (prediction, reference))
+        return float(answer == right)
+    return contains(prediction, reference.split(")")[1].strip() if reference.startswith("(") else reference)
+
+
+def found_or_f1(prediction: str, reference: str) -> float:
+    """Returns the better of token F1 and `contains`."""
+    return max(token_f1(with_digits(prediction), with_digits(reference)), contains(prediction, reference))
+
+
+METRICS: dict[str, Callable[[str, str], float]] = {
+    **dict.fromkeys(("kv", "prefix_suffix"), contains), "vt": share, "qa_eng": found_or_f1,
+    "choice_eng": lambda prediction, reference: contains(prediction.split("\n")[0], reference),
+    "mf": lambda prediction, reference: float(prediction == reference),
+    "many_shot": option, "summary": rouge_l,
+}  # fmt: skip
+
+
+def passes(prediction: str, language: str, name: str, functions: Sequence[tuple[str, str]]) -> float:
+    """Returns whether the prediction is the function of that name, out of `functions` as (name, source).
+
+    The first of equally similar functions counts.
+    """
+    code = extracted(prediction, language)
+    score, best = max(((similarity(code, source), other) for other, source in functions), key=itemgetter(0))
+    return float(best == name and score >= THRESHOLD)
+
+
+def similarity(candidate: str, reference: str) -> float:
+    """Returns sentence BLEU over words between spaces, smoothed by Chen and Cherry's method 4 (the library nltk)."""
+    bleu = optional("nltk.translate.bleu_score", "eval")
+    words = [re.split(r"\s+", text.strip()) for text in (candidate, reference)]
+    return bleu.sentence_bleu([words[1]], words[0], smoothing_function=bleu.SmoothingFunction().method4)
+
+
+def extracted(prediction: str, language: str) -> str:
+    """Returns the first function in a fenced block, else the first block, else all of the prediction."""
+    prediction = prediction.strip()
+    blocks = BLOCK.findall(prediction)
+    functions = (first_function(block, language) for block in blocks)
+    return next(filter(None, functions), blocks[0] if blocks else prediction)
+
+
+def first_function(source: str, language: str) -> str:
+    """Returns the first function by tree-sitter's grammar, without decorators or templates around it; else ""."""
+    encoded = source.encode()
+    kind = GRAMMARS[language][2]
+    stack = [parser(language).parse(encoded).root_node]
+    while stack:
+        node = stack.pop()
+        if node.type == kind and is_named(node, language):
+            return encoded[node.start_byte : node.end_byte].decode()
+        stack += reversed(node.children)
+    return ""
+
+
+def is_named(node: Any, language: str) -> bool:
+    """Returns whether a function counts: in C++ methods, operators and functions that return pointers do not."""
+    if language != "cpp":
+        return node.child_by_field_name("name") is not None
+    declarator = node.child_by_field_name("declarator")
+    is_function = declarator is not None and declarator.type == "function_declarator"
+    name = declarator.child_by_field_name("declarator") if is_function else None
+    return name is not None and name.type == "identifier"
+
+
+@cache
+def parser(language: str) -> Any:
+    """Returns tree-sitter's parser; raises RestoreKVError for an unknown language or a missing package."""
+    if language not in GRAMMARS:
+        raise RestoreKVError(f"Functions of {language} cannot be told apart; known are {', '.join(GRAMMARS)}.")
+    library = optional("tree_sitter", "eval")
+    package, function, _ = GRAMMARS[language]
+    return library.Parser(library.Language(getattr(optional(package, "eval"), function)()))

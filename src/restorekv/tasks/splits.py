@@ -1,10 +1,8 @@
-"""Which documents are for training, for development and for evaluation: one rule for training data and benchmarks.
+"""Decides which documents are for training, development and evaluation, for training data and benchmarks alike.
 
 Variants are chosen on development documents, results are reported on evaluation documents, and training sees neither.
 SQuAD and HotpotQA are for evaluation only.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Literal
@@ -17,12 +15,12 @@ DEVELOPMENT_NOVEL = "Chesterton_Thursday_1908"
 
 
 def novel_split(name: str) -> Split:
-    """`name` is a novel's file name without ".txt"."""
+    """Returns the split of a novel; `name` is its file name without ".txt"."""
     return {EVALUATION_NOVEL: EVALUATION, DEVELOPMENT_NOVEL: DEVELOPMENT}.get(name, TRAINING)
 
 
 def fairytale_split(file: str, index: int) -> Split:
-    """`file` is "train" or "val"; `index` counts the file's stories from 0."""
+    """Returns the split of a story; `file` is "train" or "val", and `index` counts its stories from 0."""
     if file == "val":
         return EVALUATION
     return DEVELOPMENT if index % 12 == 5 else TRAINING
@@ -33,11 +31,7 @@ def factbook_splits(ids: Iterable[str]) -> dict[str, Split]:
 
     `ids` are those of the whole collection: the rule counts its distinct countries in alphabetical order.
     """
-    ids = list(ids)
-    rank = {country: index for index, country in enumerate(sorted({country_of(name) for name in ids}))}
+    countries = {name: name.partition("/")[0] for name in ids}
+    rank = {country: index for index, country in enumerate(sorted(set(countries.values())))}
     by_rank: dict[int, Split] = {0: EVALUATION, 1: DEVELOPMENT}
-    return {name: by_rank.get(rank[country_of(name)] % 8, TRAINING) for name in ids}
-
-
-def country_of(document: str) -> str:
-    return document.partition("/")[0]
+    return {name: by_rank.get(rank[country] % 8, TRAINING) for name, country in countries.items()}

@@ -1,97 +1,85 @@
-"""Questions about encyclopedia text whose answers stand in it: XQuAD's English part and HotpotQA, both subsets.
+"""XQuAD's English part and HotpotQA, subsets of both: questions whose answers stand in encyclopedia text.
 
 XQuAD (arXiv 1910.11856) takes five paragraphs of an article of SQuAD 1.1's development set (arXiv 1606.05250); HotpotQA
 (arXiv 1809.09600) gives ten paragraphs of which two answer. Exact match and F1 are those of the official evaluators.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from restorekv.tasks.base import Question, Sample
 from restorekv.tasks.excerpts import check_length, packed, spread
-from restorekv.tasks.metrics import exact_match, normalised
+from restorekv.tasks.metrics import exact_match, normalized
 from restorekv.tasks.reading import Reading
+from restorekv.tasks.rows import field
 
 VERDICTS = ("yes", "no", "noanswer")
 
 
 @dataclass(frozen=True)
 class Extractive(Reading):
-    """F1 is the score, exact match stands beside it."""
+    """Scores F1 and reports exact match in addition."""
 
-    licence: ClassVar[str] = "CC BY-SA 4.0"
+    license = "CC BY-SA 4.0"
+    metric = "token F1; in addition exact match; both best over the references"
 
     def metrics(self, question: Question, prediction: str) -> dict[str, float]:
         return {"exact_match": max(exact_match(prediction, answer) for answer in question.answers)}
 
-    def described(self) -> dict[str, object]:
-        return {**super().described(), "metric": "token F1; beside it exact match; both best over the references"}
-
 
 @dataclass(frozen=True)
 class XQuAD(Extractive):
-    """Articles, their paragraphs joined up to `length` tokens (0: whole articles), and the questions of those."""
+    """Contexts are paragraphs of an article, joined up to `length` tokens (0: whole articles)."""
 
-    name: ClassVar[str] = "xquad"
-    title: ClassVar[str] = "XQuAD"
-    shipped: ClassVar[str] = "share-alike/squad.json.gz"
-    source: ClassVar[str] = "36 articles of XQuAD's English part, a subset of SQuAD v1.1 dev"
+    name, title = "xquad", "XQuAD"
+    shipped = "share-alike/squad.json.gz"
+    source = "36 articles of XQuAD's English part, a subset of SQuAD v1.1 dev"
 
     length: int = 1024
 
     def __post_init__(self) -> None:
         check_length(self.length)
 
-    def read(self, size: Callable[[str], int]) -> Iterator[Sample]:
-        for place, row in self.rows():
-            try:
-                for article in row["data"]:
-                    yield from self.of_article(article, size)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise self.foreign(place) from error
+    def read(self, row: dict, size: Callable[[str], int]) -> Iterator[Sample]:
+        for article in row["data"]:
+            yield from self.read_article(article, size)
 
-    def of_article(self, article: dict, size: Callable[[str], int]) -> Iterator[Sample]:
-        """Yields groups of paragraphs; one that is longer than `length` stands alone."""
+    def read_article(self, article: dict, size: Callable[[str], int]) -> Iterator[Sample]:
+        """Yields groups of paragraphs that have questions; a paragraph longer than `length` stands alone."""
         paragraphs = article["paragraphs"]
-        sizes = [size(each["context"] + "\n\n") for each in paragraphs]
+        sizes = [size(paragraph["context"] + "\n\n") for paragraph in paragraphs]
         groups = packed(sizes, self.length) if self.length else [range(len(paragraphs))]
         for number, group in enumerate(groups, 1):
-            chosen = [paragraphs[index] for index in group]
-            asked = [
-                self.asked(str(told["id"]), "xquad", told["question"], [answer["text"] for answer in told["answers"]])
-                for paragraph in chosen
-                for told in paragraph["qas"]
-                if not told.get("is_impossible") and told["answers"]
+            members = [paragraphs[index] for index in group]
+            questions = [
+                self.question(
+                    str(row["id"]), "xquad", row["question"], [field(each, "text") for each in row["answers"]]
+                )
+                for paragraph in members
+                for row in paragraph["qas"]
+                if not row.get("is_impossible") and row["answers"]
             ]
-            if asked:
-                text = "\n\n".join(paragraph["context"].strip() for paragraph in chosen)
-                yield Sample(f"{article['title']}/{number}", text, tuple(spread(asked, self.questions)))
+            if questions:
+                text = "\n\n".join(paragraph["context"].strip() for paragraph in members)
+                yield Sample(f"{article['title']}/{number}", text, tuple(spread(questions, self.questions)))
 
 
 @dataclass(frozen=True)
 class HotpotQA(Extractive):
-    """Every question over its own ten paragraphs."""
+    """Asks every question about its own ten paragraphs."""
 
-    name: ClassVar[str] = "hotpotqa"
-    title: ClassVar[str] = "HotpotQA"
-    shipped: ClassVar[str] = "share-alike/hotpotqa.json.gz"
-    source: ClassVar[str] = "75 of the 100 development examples on HotpotQA's site"
+    name, title = "hotpotqa", "HotpotQA"
+    shipped = "share-alike/hotpotqa.json.gz"
+    source = "75 of the 100 development examples on HotpotQA's site"
 
-    def read(self, size: Callable[[str], int]) -> Iterator[Sample]:
-        for place, row in self.rows():
-            try:
-                paragraphs = [f"{title}\n{''.join(sentences).strip()}" for title, sentences in row["context"]]
-                asked = self.asked(str(row["_id"]), "hotpotqa", row["question"], [row["answer"]])
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise self.foreign(place) from error
-            yield Sample(asked.id, "\n\n".join(paragraphs), (asked,))
+    def read(self, row: dict, size: Callable[[str], int]) -> Iterator[Sample]:
+        paragraphs = [f"{title}\n{''.join(sentences).strip()}" for title, sentences in row["context"]]
+        question = self.question(str(row["_id"]), "hotpotqa", row["question"], [field(row, "answer")])
+        yield Sample(question.id, "\n\n".join(paragraphs), (question,))
 
     def score(self, question: Question, prediction: str) -> float:
-        """Token F1, but of yes and no alike or nothing, as the official evaluator has it."""
-        said, wanted = normalised(prediction), normalised(question.answers[0])
-        if said != wanted and {said, wanted} & set(VERDICTS):
+        """Returns token F1, or 0 if only one of answer and prediction is "yes" or "no", as the official evaluator."""
+        answer, reference = normalized(prediction), normalized(question.answers[0])
+        if answer != reference and {answer, reference} & set(VERDICTS):
             return 0.0
         return super().score(question, prediction)

@@ -1,19 +1,16 @@
 """Questions over documents, RULER's qa_1 and qa_2 (arXiv 2404.06654, section 3; NVIDIA/RULER, qa.py).
 
-Of SQuAD 2.0 (arXiv 1806.03822, `dev-v2.0.json`) and HotpotQA (arXiv 1809.09600, `hotpot_dev_distractor_v1.json`).
+They come from SQuAD 2.0 (arXiv 1806.03822, `dev-v2.0.json`) and HotpotQA (arXiv 1809.09600,
+`hotpot_dev_distractor_v1.json`).
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+from collections.abc import Iterable
 from random import Random
 from typing import NamedTuple
 
-from restorekv.data.files import local_files
-from restorekv.data.rows import values
 from restorekv.errors import RestoreKVError
-from restorekv.tasks.ruler.dataset import existing
-from restorekv.tasks.ruler.draft import Draft
+from restorekv.tasks.rows import local_rows, well_formed
+from restorekv.tasks.ruler.draft import Draft, Task
 
 INSTRUCTION = (
     "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n\n"
@@ -24,7 +21,7 @@ PREFIX = "Answer:"
 
 
 class Asked(NamedTuple):
-    """A question; `own` are the documents that answer it, `near` those to add first."""
+    """A question; the documents `own` answer it, and `near` are the first to add. Both are indices."""
 
     query: str
     answers: tuple[str, ...]
@@ -37,88 +34,65 @@ class Collection(NamedTuple):
     questions: tuple[Asked, ...]
 
 
-@dataclass(frozen=True)
-class Documents:
-    """One question over the documents that answer it among others. Units: documents."""
+def over_documents(documents: tuple[str, ...], asked: Asked) -> Task:
+    """Asks one question over the documents that answer it among others. Units are documents."""
 
-    documents: tuple[str, ...]
-    asked: Asked
-
-    @property
-    def least(self) -> int:
-        return len(self.asked.own)
-
-    @property
-    def most(self) -> int:
-        return len(self.documents)
-
-    def draft(self, units: int, rng: Random) -> Draft:
-        own, near = self.asked.own, list(self.asked.near)
+    def draft(units: int, rng: Random) -> Draft:
+        near = list(asked.near)
         rng.shuffle(near)
-        shown = [*own, *near][:units]
+        shown = [*asked.own, *near][:units]
         if units > len(shown):
-            known = {*own, *near}
-            rest = [index for index in range(self.most) if index not in known]
+            known = {*asked.own, *near}
+            rest = [index for index in range(len(documents)) if index not in known]
             rng.shuffle(rest)
             shown += rest[: units - len(shown)]
         rng.shuffle(shown)
-        told = [f"Document {number}:\n{self.documents[index]}" for number, index in enumerate(shown, 1)]
-        context, question = CONTEXT.format(text="\n\n".join(told)), QUESTION.format(query=self.asked.query)
-        return Draft(context, question, PREFIX, self.asked.answers)
+        text = "\n\n".join(f"Document {number}:\n{documents[index]}" for number, index in enumerate(shown, 1))
+        return Draft(CONTEXT.format(text=text), QUESTION.format(query=asked.query), PREFIX, asked.answers)
+
+    return Task(draft, len(asked.own), len(documents))
 
 
-def squad(where: str) -> Collection:
-    """Every answerable question, in the file's order; near are the other paragraphs of its article."""
-    articles = [article for row in one_file(where) for article in row["data"]]
-    places = numbers({paragraph["context"] for article in articles for paragraph in article["paragraphs"]})
+def squad(rows: list[dict]) -> Collection:
+    """Reads every answerable question, in the file's order; near are the other paragraphs of its article."""
+    articles = [article["paragraphs"] for row in rows for article in row["data"]]
+    index = numbers(paragraph["context"] for paragraphs in articles for paragraph in paragraphs)
     questions = []
-    for article in articles:
-        of_article = tuple(dict.fromkeys(places[paragraph["context"]] for paragraph in article["paragraphs"]))
-        for paragraph in article["paragraphs"]:
-            own = places[paragraph["context"]]
-            near = tuple(index for index in of_article if index != own)
-            for asked in paragraph["qas"]:
-                if not asked["is_impossible"]:
-                    answers = tuple(answer["text"] for answer in asked["answers"])
-                    questions.append(Asked(asked["question"], answers, (own,), near))
-    return Collection(tuple(places), tuple(questions))
+    for paragraphs in articles:
+        article = dict.fromkeys(index[paragraph["context"]] for paragraph in paragraphs)
+        for paragraph in paragraphs:
+            own = index[paragraph["context"]]
+            near = tuple(other for other in article if other != own)
+            for row in paragraph["qas"]:
+                if not row["is_impossible"]:
+                    answers = tuple(answer["text"] for answer in row["answers"])
+                    questions.append(Asked(row["question"], answers, (own,), near))
+    return Collection(tuple(index), tuple(questions))
 
 
-def hotpot(where: str) -> Collection:
-    """Every question; own are the supporting documents, near the distractors that come with it."""
-    rows = list(one_file(where))
-    places = numbers({document(*titled) for row in rows for titled in row["context"]})
+def hotpot(rows: list[dict]) -> Collection:
+    """Reads every question; own are the supporting documents, near the distractors that come with it."""
+    contexts = [[(title, f"{title}\n{''.join(text)}") for title, text in row["context"]] for row in rows]
+    index = numbers(text for context in contexts for _, text in context)
     questions = []
-    for row in rows:
+    for row, context in zip(rows, contexts, strict=True):
         supporting = {title for title, _ in row["supporting_facts"]}
-        own = tuple(dict.fromkeys(places[document(*titled)] for titled in row["context"] if titled[0] in supporting))
-        every = dict.fromkeys(places[document(*titled)] for titled in row["context"])
-        questions.append(Asked(row["question"], (row["answer"],), own, tuple(i for i in every if i not in own)))
-    return Collection(tuple(places), tuple(questions))
+        own = tuple(dict.fromkeys(index[text] for title, text in context if title in supporting))
+        every = dict.fromkeys(index[text] for _, text in context)
+        near = tuple(other for other in every if other not in own)
+        questions.append(Asked(row["question"], (row["answer"],), own, near))
+    return Collection(tuple(index), tuple(questions))
 
 
-def numbers(documents: set[str]) -> dict[str, int]:
-    return {text: number for number, text in enumerate(sorted(documents))}
-
-
-def document(title: str, sentences: list[str]) -> str:
-    return f"{title}\n{''.join(sentences)}"
-
-
-def one_file(where: str) -> list[dict]:
-    """The JSON objects of a file."""
-    return [row for file in local_files(existing(where)) for _, row in values(file)]
+def numbers(documents: Iterable[str]) -> dict[str, int]:
+    return {text: number for number, text in enumerate(sorted(set(documents)))}
 
 
 def read(kind: str, where: str) -> Collection:
-    """Either of them; refuses a file of another form."""
+    """Reads "squad" or "hotpot"; raises RestoreKVError for a file of another form."""
     name, reader = {"squad": ("dev-v2.0.json", squad), "hotpot": ("hotpot_dev_distractor_v1.json", hotpot)}[kind]
-    try:
-        found = reader(where)
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, RestoreKVError):
-            raise
-        raise RestoreKVError(f"{where} is not in the form of {name}; give that file.") from error
-    if not found.questions:
+    with well_formed(f"{where} is not in the form of {name}", "give that file"):
+        collection = reader([row for _, row in local_rows(where)])
+    if not collection.questions:
         raise RestoreKVError(f"{where} has no question with an answer; give {name}.")
-    return found
+    return collection

@@ -1,23 +1,24 @@
-"""A task's prompt before it has its length, and how many units of haystack make that length."""
-
-from __future__ import annotations
+"""What all tasks share: prompts of any length, the search for the longest that fits, and RULER's words."""
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from random import Random
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
+
+from restorekv.data.files import optional
 
 MAX_NEW_TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
 UNLIMITED = sys.maxsize - 1
 
 
 def answer_tokens(task: str) -> int:
-    """The budget of an answer, by the family of "niah_single_1" and the like."""
+    """Returns the limit of an answer, by the family of "niah_single_1" and the like."""
     return MAX_NEW_TOKENS[task.split("_")[0]]
 
 
 class Draft(NamedTuple):
-    """A prompt in the three parts that kvpress's data set splits it into, and the references."""
+    """A prompt in the three parts into which kvpress's data set splits it, and the references."""
 
     context: str
     question: str
@@ -29,22 +30,21 @@ class Draft(NamedTuple):
         return self.context + self.question + self.answer_prefix
 
 
-class Task(Protocol):
-    """Makes drafts of `least` to `most` units (lines, words or documents); more units make no shorter text.
+class Task(NamedTuple):
+    """`draft` makes a prompt of `least` to `most` units (lines, words or documents); more units never shorten it.
 
-    A draft is a function of the units and the state of `rng`.
+    A draft depends only on the units and the state of the random generator.
     """
 
-    least: int
-    most: int
-
-    def draft(self, units: int, rng: Random) -> Draft: ...
+    draft: Callable[[int, Random], Draft]
+    least: int = 1
+    most: int = UNLIMITED
 
 
 def most_units(size: Callable[[int], int], limit: int, least: int, most: int) -> int:
-    """n with size(n) <= limit < size(n + 1), or `most`; size(least) <= limit is taken for granted.
+    """Returns n with size(n) <= limit < size(n + 1), or `most`; assumes size(least) <= limit.
 
-    Follows the slope between the last two sizes, since measuring is what costs; every fourth step halves.
+    Follows the slope between the last two sizes, because each call of `size` is slow; every fourth step halves.
     """
     low, high = least, most + 1
     sizes = {least: size(least)}
@@ -58,3 +58,14 @@ def most_units(size: Callable[[int], int], limit: int, least: int, most: int) ->
         guess = (low + high) // 2 if halve else low + int((limit - sizes[low]) / slope)
         guess = min(max(guess, low + 1), high - 1)
     return low
+
+
+@cache
+def words(*kinds: str) -> tuple[str, ...]:
+    """Returns the sorted words of the library wonderwords of these kinds: "noun", "adjective", "verb"."""
+    return tuple(sorted(set(optional("wonderwords", "eval").RandomWord().filter(include_categories=list(kinds)))))
+
+
+def word_pair(rng: Random) -> str:
+    """Returns a random adjective and noun, joined by a hyphen."""
+    return f"{rng.choice(words('adjective'))}-{rng.choice(words('noun'))}"

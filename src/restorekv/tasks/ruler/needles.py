@@ -1,16 +1,12 @@
 """RULER's eight needle-in-a-haystack tasks (arXiv 2404.06654, section 3; NVIDIA/RULER, niah.py and synthetic.yaml)."""
 
-from __future__ import annotations
-
 import uuid
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
 
-from restorekv.tasks.ruler.draft import UNLIMITED, Draft
-from restorekv.tasks.ruler.words import words
+from restorekv.tasks.ruler.draft import Draft, Task, word_pair
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
@@ -26,7 +22,7 @@ MANY = (
     "What are all the special magic {kind} for {query} mentioned in the provided text? ",
     "The special magic {kind} for {query} mentioned in the provided text are",
 )
-NEEDLES: dict[str, dict[str, object]] = {  # fields of Needles; without a haystack it is the essays
+NEEDLES: dict[str, dict[str, object]] = {  # arguments of `needles`; the haystack is essays unless named
     "niah_single_1": {"haystack": "noise"},
     "niah_single_2": {},
     "niah_single_3": {"value": "uuids"},
@@ -40,15 +36,15 @@ DEPTHS = [round(100 * step / 39) for step in range(40)]  # per cent, evenly spac
 
 
 class Essays:
-    """A long text by its sentences, as far as it has been asked for."""
+    """A long text by its sentences, read as far as needed."""
 
     def __init__(self, sentences: Iterator[str]) -> None:
         self.source = sentences
         self.sentences: list[str] = []
-        self.ends: list[int] = []  # words up to and with each sentence
+        self.ends: list[int] = []  # words up to the end of each sentence
 
     def first(self, words: int) -> list[str]:
-        """The sentences of the first `words` words; the last one may be cut."""
+        """Returns the sentences of the first `words` words; the last one may be cut."""
         while not self.ends or self.ends[-1] < words:
             self.sentences.append(next(self.source))
             self.ends.append((self.ends[-1] if self.ends else 0) + len(self.sentences[-1].split()))
@@ -57,70 +53,64 @@ class Essays:
         return [*self.sentences[:last], " ".join(cut)]
 
 
-@dataclass(frozen=True)
-class Needles:
-    """`keys` keys with `values` values each, `queries` of the keys asked for; the haystack is `haystack` ("noise",
-    "needle": lines like the needle) or the essays.
+def needles(
+    haystack: str | Essays, key: str = "words", value: str = "numbers", keys: int = 1, values: int = 1, queries: int = 1
+) -> Task:
+    """Hides `keys` keys with `values` values each and asks for `queries` of the keys. Units are lines, or essay words.
 
-    Units: lines, or words of the essays.
+    The haystack is essays, "noise", or "needle": lines like the needle.
     """
 
-    haystack: str | Essays
-    key: str = "words"
-    value: str = "numbers"
-    keys: int = 1
-    values: int = 1
-    queries: int = 1
-    most: int = UNLIMITED
-
-    @property
-    def least(self) -> int:
-        return 40 if isinstance(self.haystack, Essays) else 2
-
-    def draft(self, units: int, rng: Random) -> Draft:
-        keys: dict[str, list[str]] = {}
+    def draft(units: int, rng: Random) -> Draft:
+        by_key: dict[str, list[str]] = {}
         taken: set[str] = set()
-        for _ in range(self.keys):
-            keys[fresh(self.key, rng, taken)] = [fresh(self.value, rng, taken) for _ in range(self.values)]
-        asked = rng.sample(list(keys), self.queries)
-        needles = [self.needle(key, value) for key, values in keys.items() for value in values]
-        rng.shuffle(needles)
-        parts, kind = (ONE, self.value[:-1]) if self.queries * self.values == 1 else (MANY, self.value)
-        hidden = self.hidden(needles, units, rng, taken)
-        context, question, prefix = (part.format(kind=kind, query=listed(asked), haystack=hidden) for part in parts)
-        return Draft(context, question, prefix, tuple(value for key in asked for value in keys[key]))
+        for _ in range(keys):
+            by_key[fresh(key, rng, taken)] = [fresh(value, rng, taken) for _ in range(values)]
+        asked = rng.sample(list(by_key), queries)
+        lines = [NEEDLE.format(kind=value, key=name, value=each) for name, group in by_key.items() for each in group]
+        rng.shuffle(lines)
+        if isinstance(haystack, Essays):
+            text = in_essays(haystack.first(units), lines, rng)
+        else:
+            hay = [NOISE] * units
+            if haystack == "needle":
+                hay = [
+                    NEEDLE.format(kind=value, key=fresh(key, rng, taken), value=fresh(value, rng, taken)) for _ in hay
+                ]
+            text = in_lines(hay, lines, rng)
+        parts, kind = (ONE, value[:-1]) if queries * values == 1 else (MANY, value)
+        names = ", ".join(asked[:-1]) + ", and " + asked[-1] if queries > 1 else asked[0]
+        answers = tuple(each for name in asked for each in by_key[name])
+        return Draft(*(part.format(kind=kind, query=names, haystack=text) for part in parts), answers)
 
-    def needle(self, key: str, value: str) -> str:
-        return NEEDLE.format(kind=self.value, key=key, value=value)
+    return Task(draft, 40 if isinstance(haystack, Essays) else 2)
 
-    def hidden(self, needles: list[str], units: int, rng: Random, taken: set[str]) -> str:
-        if isinstance(self.haystack, Essays):
-            sentences = self.haystack.first(units)
-            places = sorted(int(len(sentences) * (depth / 100)) for depth in rng.sample(DEPTHS, len(needles)))
-            pieces = [" ".join(sentences[start:end]) for start, end in pairwise([0, *places, len(sentences)])]
-            return " ".join([text for pair in zip(pieces, needles, strict=False) for text in pair] + pieces[-1:])
-        lines = [NOISE] * units
-        if self.haystack == "needle":
-            lines = [self.needle(fresh(self.key, rng, taken), fresh(self.value, rng, taken)) for _ in lines]
-        for place, needle in zip(sorted(rng.sample(range(units), len(needles)), reverse=True), needles, strict=True):
-            lines.insert(place, needle)
-        return "\n".join(lines)
+
+def in_essays(sentences: list[str], needles: list[str], rng: Random) -> str:
+    """Puts the needles between sentences at depths of RULER's grid."""
+    places = sorted(int(len(sentences) * (depth / 100)) for depth in rng.sample(DEPTHS, len(needles)))
+    pieces = [" ".join(sentences[start:end]) for start, end in pairwise([0, *places, len(sentences)])]
+    return " ".join([text for pair in zip(pieces, needles, strict=False) for text in pair] + pieces[-1:])
+
+
+def in_lines(lines: list[str], needles: list[str], rng: Random) -> str:
+    """Puts the needles before random lines."""
+    places = sorted(rng.sample(range(len(lines)), len(needles)), reverse=True)
+    for place, needle in zip(places, needles, strict=True):
+        lines.insert(place, needle)
+    return "\n".join(lines)
 
 
 def fresh(kind: str, rng: Random, taken: set[str]) -> str:
-    """A word pair, number or uuid that is not `taken`, which it then is."""
+    """Returns a word pair, number or uuid that is not yet in `taken`, and adds it."""
     while True:
         match kind:
             case "words":
-                found = f"{rng.choice(words('adjective'))}-{rng.choice(words('noun'))}"
+                drawn = word_pair(rng)
             case "numbers":
-                found = str(rng.randint(10**6, 10**7 - 1))
+                drawn = str(rng.randint(10**6, 10**7 - 1))
             case "uuids":
-                found = str(uuid.UUID(int=rng.getrandbits(128), version=4))
-        if found not in taken:
-            taken.add(found)
-            return found
-
-
-def listed(keys: list[str]) -> str:
-    return ", ".join(keys[:-1]) + ", and " + keys[-1] if len(keys) > 1 else keys[0]
+                drawn = str(uuid.UUID(int=rng.getrandbits(128), version=4))
+        if drawn not in taken:
+            taken.add(drawn)
+            return drawn

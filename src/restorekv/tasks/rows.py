@@ -1,0 +1,100 @@
+"""Reads the rows of benchmarks, from local files or from a dataset of the Hugging Face Hub, and refuses other forms."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from restorekv.data.files import local_files, optional
+from restorekv.data.rows import values
+from restorekv.errors import RestoreKVError
+from restorekv.tasks.base import Question, Sample
+
+Rows = Iterator[tuple[str, Any]]  # (place for messages, JSON value)
+
+
+class FieldError(TypeError):
+    """Names a field that a row lacks, or that holds a value of another type."""
+
+
+def existing(where: str | Path) -> Path:
+    """Returns the path of a file or folder, or raises RestoreKVError if there is none."""
+    if not Path(where).exists():
+        raise RestoreKVError(f"There is no file or folder {where}; check the path.")
+    return Path(where)
+
+
+def local_rows(where: str | Path) -> Rows:
+    """Yields the rows of a file, or of all files below a folder in the order of their names."""
+    for file in local_files(existing(where)):
+        yield from file_rows(file)
+
+
+def file_rows(file: Path) -> Rows:
+    """Yields the rows of a file, which is JSON if its name ends unlike others."""
+    return ((f"{file}, {place}", row) for place, row in values(file))
+
+
+def hub_rows(name: str, subset: str | None, split: str, instead: str, revision: str | None = None) -> Rows:
+    """Yields the rows of one split, which the library `datasets` caches for runs without a network.
+
+    Raises RestoreKVError if the split cannot be read; `instead` says what to fetch and which setting to give.
+    """
+    library = optional("datasets")
+    library.logging.set_verbosity(library.logging.CRITICAL)
+    library.disable_progress_bars()
+    try:
+        dataset = library.load_dataset(name, subset, split=split, revision=revision)
+    except Exception as error:  # unreachable, unknown, gated: the readers' errors share no base class
+        raise unreachable(f"{name} from the hub", error, instead) from error
+    where = f"{name}, {subset}" if subset else name
+    yield from ((f"{where}, row {number}", row) for number, row in enumerate(dataset, 1))
+
+
+def unreachable(what: str, error: Exception, instead: str) -> RestoreKVError:
+    """Returns the error for a failure of the Hub client: what cannot be read, why, and what to do instead."""
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    return RestoreKVError(f"Cannot read {what} ({reason}); {instead}.")
+
+
+@contextmanager
+def well_formed(problem: str, fix: str) -> Iterator[None]:
+    """Turns the errors that reading a malformed row raises into one RestoreKVError: "`problem`; `fix`."."""
+    try:
+        yield
+    except RestoreKVError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        detail = f" (its field {error} is missing or malformed)" if isinstance(error, FieldError) else ""
+        raise RestoreKVError(f"{problem}{detail}; {fix}.") from error
+
+
+def field(row: Any, name: str, kind: type = str) -> Any:
+    """Returns `row[name]`, or raises FieldError unless it is a `kind`."""
+    if not isinstance(row, dict) or not isinstance(row.get(name), kind):
+        raise FieldError(name)
+    return row[name]
+
+
+def texts(row: Any, name: str) -> list[str]:
+    """Returns the list of strings `row[name]`, or raises FieldError if it is empty or something else."""
+    if not field(row, name, list) or not all(isinstance(text, str) for text in row[name]):
+        raise FieldError(name)
+    return row[name]
+
+
+def kvpress_question(
+    row: dict, name: str, task: str, answers: str, facts: Mapping[str, object] | None = None
+) -> tuple[str, Question]:
+    """Returns (context, question) of a row in the format of kvpress's data sets; `answers` names the answers' field."""
+    context, text, prefix = (field(row, key) for key in ("context", "question", "answer_prefix"))
+    limit = int(row["max_new_tokens"])
+    return context, Question(name, task, text, tuple(texts(row, answers)), limit, prefix, facts or {})
+
+
+def group_by_context(questions: Iterable[tuple[str, Question]]) -> list[Sample]:
+    """Returns a sample per distinct context of (context, question) pairs, in the order of their first questions."""
+    by_context: dict[str, list[Question]] = {}
+    for context, question in questions:
+        by_context.setdefault(context, []).append(question)
+    return [Sample(group[0].id, context, tuple(group)) for context, group in by_context.items()]

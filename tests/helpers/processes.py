@@ -1,0 +1,25 @@
+"""Asks another process, whose strings hash otherwise, which samples it makes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from restorekv.tiny import world
+
+BUNDLED = str(Path(world.__file__).parent / "model")
+CODE = """
+import sys
+from transformers import AutoTokenizer
+from restorekv.tasks import make
+from restorekv.tasks.base import digest
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+print(digest(make(sys.argv[2]).samples(tokenizer, "kvpress")))
+"""
+
+
+def digest_elsewhere(spec: str, hash_seed: int = 7) -> str:
+    """Returns the digest of a benchmark's samples, tokenized for the bundled model, in a new process."""
+    environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
+    command = [sys.executable, "-c", CODE, BUNDLED, spec]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.strip()
