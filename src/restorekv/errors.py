@@ -1,5 +1,8 @@
 """What a user can do wrong, one class per kind; the message is one sentence naming cause and mend."""
 
+import sys
+import warnings
+
 
 class RestoreKVError(ValueError):
     """A user's mistake. The command line prints the message alone and exits with a non-zero status."""
@@ -27,6 +30,17 @@ class ModelError(RestoreKVError):
 
 class RestoreKVWarning(UserWarning):
     """Something that works but is probably not what was meant, as an adapter trained with another evictor."""
+
+
+INSIDE = ("restorekv", "torch", "contextlib")  # torch's decorators stand between the package's own calls
+
+
+def warn(message: str) -> None:
+    """Raises a RestoreKVWarning at the line of the user's code that called the package."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in INSIDE:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, RestoreKVWarning, stacklevel=level)
 
 
 def first_sentence(error: BaseException) -> str:

@@ -23,7 +23,7 @@ Model = Annotated[str, typer.Option(help=MODEL_HELP)]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 PrefixPolicy = Annotated[str, typer.Option(help="free: the chat prefix is kept and not counted; counted.")]
-OnTight = Annotated[str, typer.Option(help="When the restore tokens exceed the budget: error, fewer or clip.")]
+OnSmallBudget = Annotated[str, typer.Option(help="When the restore tokens exceed the budget: error, fewer or clip.")]
 Allocation = Annotated[str, typer.Option(help=f"Which pairs compete: {', '.join(ALLOCATIONS)}.")]
 RestoreFrom = Annotated[
     str, typer.Option(help="What the restore pass reads: full, or evicted (a control; its adapter is trained so).")

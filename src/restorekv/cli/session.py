@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, logging
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.compression.context_file import Manifest
-from restorekv.compression.prepared import PLAIN
+from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import RestoreKVError
 from restorekv.files import write_json
 from restorekv.model.load import check_dtype, load_model
@@ -86,13 +86,14 @@ def shares(title: str) -> Iterator[Callable[[str, float], None]]:
 
 def method_of(m: Manifest) -> str:
     """The evictor and every convention that is not the plain one."""
+    plain = CompressionConfig()
     facts = [
         m.evictor,
         f"n = {m.restore_tokens} restore tokens",
         f"adapter {m.adapter['hash'] if m.adapter else 'none'}",
     ]
-    facts += [f"allocation {m.allocation}"] if m.allocation != PLAIN.allocation.spec else []
-    facts += [f"restored from the {m.restore_from} cache"] if m.restore_from != PLAIN.restore_from else []
+    facts += [f"allocation {m.allocation}"] if m.allocation != plain.allocation.spec else []
+    facts += [f"restored from the {m.restore_from} cache"] if m.restore_from != plain.restore_from else []
     facts += [f"offset {m.offset}"] if m.offset else []
     facts += [f"streamed {m.streaming} tokens at a time"] if m.streaming else []
     facts += [f"held in {m.storage}"] if m.storage != "model" else []

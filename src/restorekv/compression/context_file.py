@@ -17,6 +17,7 @@ from torch import Tensor
 
 from restorekv.cache import quantized
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
+from restorekv.compression.budget import from_file, to_file
 from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.files import replacing
 from restorekv.model.prompt import Context
@@ -43,7 +44,7 @@ class Manifest:
     restore_tokens: int  # n
     ratio: str  # exact fraction, as "1/20"
     prefix_policy: str
-    on_tight: str
+    on_small_budget: str  # in files: on_tight
     allocation: str
     restore_from: str
     offset: int
@@ -59,6 +60,10 @@ class Manifest:
     storage: str = "model"  # of the retained pairs: the model's dtype, or "int8", "fp8"; new in version 3
     streaming: int | None = None  # tokens of a part when it was compressed as the prefill went; new in version 3
     between: str = ""  # what stands before every question; files that do not say it were asked without
+
+    def described(self) -> dict:
+        """Returns the manifest as files hold it."""
+        return to_file(asdict(self))
 
 
 def write(path: str | Path, cache: RaggedCache, context: Context, manifest: Manifest) -> None:
@@ -82,7 +87,7 @@ def encoded(cache: RaggedCache, context: Context, manifest: Manifest) -> bytes:
         "format": FORMAT,
         "version": str(VERSION),
         "checksum": BLANK,
-        "manifest": json.dumps({**asdict(manifest), "suffix_text": context.suffix_text}),
+        "manifest": json.dumps({**manifest.described(), "suffix_text": context.suffix_text}),
     }
     payload = safetensors.torch.save(pack(cache, context), metadata)
     return payload.replace(BLANK.encode(), hashlib.sha256(payload).hexdigest().encode(), 1)
@@ -93,7 +98,7 @@ def read(path: str | Path, device: str | torch.device = "cpu") -> tuple[RaggedCa
     path = Path(path)
     manifest = {
         **{field.name: field.default for field in fields(Manifest) if field.default is not MISSING},
-        **verify(path),
+        **from_file(verify(path)),
     }
     suffix_text = manifest.pop("suffix_text", "")
     if set(manifest) != {field.name for field in fields(Manifest)}:

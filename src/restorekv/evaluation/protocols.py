@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -21,9 +21,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.compression.budget import PrefixPolicy
-from restorekv.compression.compressor import Eviction
+from restorekv.compression.prepared import Compressor
 from restorekv.errors import RestoreKVError
-from restorekv.evictors.kvzip import KVzip
 from restorekv.model.prompt import Context, around, encode, make_context, question_ids
 from restorekv.tasks import Question
 
@@ -47,8 +46,8 @@ class Protocol(ABC):
         """What is changed of the model's RoPE on loading, by the model's name."""
         return None
 
-    def adapted(self, method: object, prefix: int) -> object:
-        """The method with this protocol's settings, where the spec left them as they were; `prefix` is S."""
+    def adapted(self, method: Compressor, prefix: int) -> Compressor:
+        """Returns the method with this protocol's settings where its spec leaves the defaults; `prefix` is S."""
         return method
 
     @abstractmethod
@@ -122,12 +121,9 @@ class KVzipOwn(Protocol):
     def rope(self, model: str) -> Mapping[str, object] | None:
         return YARN if family(model) == "qwen3" else None
 
-    def adapted(self, method: object, prefix: int) -> object:
-        """KVzip and its kin repeat 2,000 tokens at a time and take every prefix column for a sink."""
-        if not isinstance(method, Eviction) or not isinstance(method.evictor, KVzip):
-            return method
-        own = {"chunk": 2000, "sinks": prefix, "space": True}
-        return replace(method, evictor=where_default(method.evictor, own))
+    def adapted(self, method: Compressor, prefix: int) -> Compressor:
+        """Returns KVzip and its variants as their authors run them."""
+        return method.as_published(prefix)
 
     def surroundings(self, model: str, tokenizer: Tokenizer) -> tuple[str, str]:
         kind = family(model)
@@ -173,13 +169,3 @@ def family(model: str) -> str:
     if "llama" in name:
         return "llama"
     return "qwen3" if "qwen3-" in name else "qwen" * name.startswith("qwen")
-
-
-def where_default(evictor: KVzip, own: Mapping[str, object]) -> KVzip:
-    """The evictor with those settings of `own` that it has and that its spec left as they were."""
-    changed = {
-        field.name: own[field.name]
-        for field in fields(evictor)
-        if field.name in own and getattr(evictor, field.name) == field.default
-    }
-    return replace(evictor, **changed)

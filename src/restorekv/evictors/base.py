@@ -35,6 +35,11 @@ class Evictor(ABC):
         """What decides the scores of `model`, for records: the spec, with files told by what is in them."""
         return self.spec
 
+    def as_published(self, prefix: int) -> Self:
+        """Returns the evictor with the settings of its authors' code where the spec leaves the defaults; `prefix` is
+        the number S of the chat template's columns."""
+        return self
+
     def latest(self, context: Context) -> int:
         """How many columns at the end of `context` always stay, whatever they are."""
         return 0

@@ -19,7 +19,6 @@ repetition queries of the full cache ("repeat", not on-policy), RMS attention, t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -33,7 +32,7 @@ from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.compression.allocate import GLOBAL
 from restorekv.compression.attention_matching.head_shares import UNIFORM, HeadShares, read_shares
 from restorekv.compression.attention_matching.matching import Targets, fit, observe
-from restorekv.compression.prepared import PLAIN, CompressionConfig, PreparedContext, Ratio, timed
+from restorekv.compression.prepared import CompressionConfig, Compressor, Progress, Ratio, ScoredContext, timed
 from restorekv.errors import AdapterError, RestoreKVError
 from restorekv.model import attention
 from restorekv.model.observer import LayerProbe, probing
@@ -46,7 +45,7 @@ INSTRUCTION = "Repeat the previous context verbatim."
 
 
 @dataclass(frozen=True)
-class AttentionMatching:
+class AttentionMatching(Compressor):
     """The settings of the method, and the conventions of the cache that it makes.
 
     `queries` caps the reference queries of a KV head; `steps` and `box` belong to the bias; `heads` is "uniform" or a
@@ -54,6 +53,8 @@ class AttentionMatching:
     """
 
     name: ClassVar[str] = "am-fast"
+    restores: ClassVar[bool] = False
+    any_config: ClassVar[bool] = False
 
     queries: int = 50_000
     steps: int = 2
@@ -61,7 +62,7 @@ class AttentionMatching:
     instruction: str = INSTRUCTION
     heads: str = UNIFORM
     seed: int = 0
-    conventions: CompressionConfig = PLAIN
+    conventions: CompressionConfig = CompressionConfig()
 
     def __post_init__(self) -> None:
         if self.queries < 1 or self.steps < 0 or not 0 <= self.box <= 20:
@@ -83,21 +84,16 @@ class AttentionMatching:
     @property
     def spec(self) -> str:
         """The shortest spec that makes this method."""
-        return spec.write(self.name, replace(self, conventions=PLAIN))
-
-    def identity(self, model: PreTrainedModel) -> str:
-        """For records."""
-        return self.spec
+        return spec.write(self.name, replace(self, conventions=CompressionConfig()))
 
     @torch.no_grad()
     def prepare(
-        self,
-        model: PreTrainedModel,
-        tokenizer: Tokenizer,
-        context: str | Context,
-        progress: Callable[[str], None] | None = None,
-    ) -> Matched:
-        """Prefill, and one more pass for queries, masses and outputs; `progress` hears the name of each phase."""
+        self, model: PreTrainedModel, tokenizer: Tokenizer, context: str | Context, progress: Progress | None = None,
+        offload: bool = False,
+    ) -> MatchedContext:  # fmt: skip
+        """Does the prefill, and one more pass for queries, masses and outputs."""
+        if offload:
+            raise RestoreKVError("am-fast fits a cache to a full one in memory; leave out offload.")
         tell = progress or (lambda phase: None)
         attention.install(model)
         shape = CacheShape.of(model)
@@ -119,14 +115,14 @@ class AttentionMatching:
                 for (query, scale), layer in zip(reference(model, full, ids, chosen), full.layers, strict=True)
             ]
         targets, scores = zip(*seen, strict=True)
-        return Matched(
+        return MatchedContext(
             model, context, full, torch.stack(scores), conventions, seconds=seconds, targets=targets, method=self
         )
 
 
 @dataclass(frozen=True)
-class Matched(PreparedContext):
-    """One context ready for every budget: `scores` are RMS attention, `targets` what each layer has to reproduce.
+class MatchedContext(ScoredContext):
+    """A context with its full cache: `scores` are RMS attention, `targets` what each layer has to reproduce.
 
     The targets hold n queries in the model's dtype and n outputs in float32 for every KV head.
     """
@@ -134,14 +130,18 @@ class Matched(PreparedContext):
     targets: tuple[Targets, ...] = ()
     method: AttentionMatching = AttentionMatching()
 
-    def with_restore_cache(self, adapter: RestoreAdapter) -> Matched:
-        """There is no restore cache to add."""
+    def with_conventions(self, conventions: CompressionConfig) -> MatchedContext:
+        """Returns the same context: its allocation is the method's own."""
+        return self
+
+    def with_restore_cache(self, adapter: RestoreAdapter) -> MatchedContext:
+        """Refuses: there is no restore cache to add."""
         raise AdapterError("am-fast restores nothing; leave out the adapter.")
 
     @torch.no_grad()
-    def at(self, ratio: Ratio, restored: bool = True, last: bool = False) -> RaggedCache:
-        """The kept keys of each head with bias and fitted values; a head that loses nothing stays as it is."""
-        cache = super().at(ratio, restored, last)
+    def evict(self, budget: Ratio, restore_tokens: int | None = None, consume: bool = False) -> RaggedCache:
+        """Returns the kept keys of each head with bias and fitted values; a head that loses nothing is unchanged."""
+        cache = super().evict(budget, restore_tokens, consume)
         for layer, targets in zip(cache.layers, self.targets, strict=True):
             self.match(layer, targets)
         return cache
