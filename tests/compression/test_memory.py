@@ -8,7 +8,7 @@ from benchmarks.memory_on_paper import SCORES
 from restorekv.compression import allocate
 from restorekv.compression.compressor import Eviction, compress
 from restorekv.compression.prepared import CompressionConfig, ScoredContext
-from restorekv.compression.streaming import Stream
+from restorekv.compression.streaming import Stream, StreamedContext
 from restorekv.errors import RestoreKVError
 from restorekv.model.prompt import Context
 from restorekv.restore.adapter import RestoreAdapter
@@ -86,7 +86,7 @@ def test_bytes_of_a_score(monkeypatch, policy, plain, last):
         assert plain == SCORES["plain"] == SCORES["offload"]
     budget = prepared.conventions.budget("0.05", prepared.context, 4, 2)
     for ending, expected in ((False, SCORES["streaming"]), (True, last)):
-        stream = Stream(None, None, prepared.context, None, prepared.conventions, budget)
+        stream = Stream(StreamedContext(None, None, prepared.context, None, prepared.conventions, 1), budget)
         stream.scores = torch.rand(4, 2, 500_003)
         held = Held(stream.scores)
         with held:

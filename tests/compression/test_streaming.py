@@ -11,7 +11,7 @@ from restorekv import evictors
 from restorekv.compression.compressor import Eviction, compress
 from restorekv.compression.context import CompressedContext
 from restorekv.compression.prepared import CompressionConfig
-from restorekv.compression.streaming import Stream, parts
+from restorekv.compression.streaming import Stream, StreamedContext, parts
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.model import attention
 from restorekv.model.prefill import prefill
@@ -48,8 +48,8 @@ def stream(model, evictor, ratio, chunk, adapter=None, context=None, tokenizer=N
     context, shape = context or make_text(), CacheShape.of(model)
     rules = CompressionConfig(**conventions)
     budget = rules.budget(ratio, context, shape.layers, shape.heads, adapter.restore_tokens if adapter else 0)
-    made = Stream(model, tokenizer, context, evictors.make(evictor), rules, budget, adapter)
-    return made, made.run(chunk)
+    made = Stream(StreamedContext(model, tokenizer, context, evictors.make(evictor), rules, chunk, adapter), budget)
+    return made, made.run()
 
 
 def marks(cache, columns):

@@ -204,7 +204,7 @@ def test_transformers_answers_from_a_plain_cache_as_we_do(tiny_model, tiny_token
     adapter = make_adapter(tiny_model) if restored else None
     options = {"evictor": "random", "ratio": 0.2, "adapter": adapter, "allocation": "per-head"}
     made = compress(tiny_model, tiny_tokenizer, TEXT, **options)
-    plain, inputs = made.cache.to_dynamic_cache(), made.plain_inputs(QUESTION)
+    plain, inputs = made.cache.to_dynamic_cache(), made.inputs(QUESTION, plain=True)
     held = plain.get_seq_length()
     told = tiny_model.generate(
         **inputs, past_key_values=plain, max_new_tokens=8, do_sample=False, eos_token_id=2, pad_token_id=0

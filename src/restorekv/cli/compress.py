@@ -49,7 +49,7 @@ def run(
         check_target(target)
     text = read_text(file)
     loaded, tokenizer = open_model(model, dtype, device)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     with notes.status("compressing") as status:
         compressed = compress(
             loaded, tokenizer, text, evictor=evictor, ratio=ratio, tokens_per_head=tokens_per_head,
@@ -58,7 +58,7 @@ def run(
             restore_from=restore_from, offset=offset,
             storage=storage, streaming=streaming, offload=offload, progress=status.update,
         )  # fmt: skip
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
         status.update("saving")
         compressed.save(out)
     output.print(figures_table(f"Wrote {escape(str(out))}", summary(compressed, out, seconds)))
@@ -69,7 +69,7 @@ def run(
 def checked(
     ratio: str | None, tokens_per_head: int | None, evictor: str | None, preset: str | None, storage: str
 ) -> str:
-    """The evictor's spec; refuses what could not be done before a model is loaded."""
+    """Returns the evictor's spec; refuses, before a model is loaded, what could not be done."""
     if ratio is not None and tokens_per_head is not None:
         raise BudgetError("Give either --ratio or --tokens-per-head, not both.")
     if ratio is not None:
@@ -79,7 +79,7 @@ def checked(
 
 
 def summary(compressed: CompressedContext, out: Path, seconds: float) -> dict[str, str]:
-    """What a person wants to know of a cache just made."""
+    """Returns what a person wants to know about a cache that was just made."""
     m = compressed.manifest
     full = (m.prefix + m.tokens) * m.shape["layers"] * m.shape["heads"]
     return {

@@ -69,13 +69,10 @@ class Eviction(Compressor):
 
     def __post_init__(self) -> None:
         if self.adapter and self.conventions.offset:
-            raise RestoreKVError(
-                "An offset is the control without restore states; leave out the adapter or the offset."
-            )
+            raise RestoreKVError("An offset is a control without restore states; leave out the adapter or the offset.")
         if self.streaming is not None and not self.evictor.streams:
-            raise RestoreKVError(
-                f"{self.evictor.name} scores a context as a whole; leave out streaming or use another evictor."
-            )
+            why = f"{self.evictor.name} scores a context as a whole"
+            raise RestoreKVError(f"{why}; leave out streaming or use another evictor.")
 
     @classmethod
     def make(
@@ -219,11 +216,9 @@ def budget_for(
 
 
 def load_adapter(
-    model: PreTrainedModel,
-    adapter: RestoreAdapter | str | Path | None,
-    compressor: Compressor,
+    model: PreTrainedModel, adapter: RestoreAdapter | str | Path | None, compressor: Compressor,
     restore_tokens: int | None = None,
-) -> RestoreAdapter | None:
+) -> RestoreAdapter | None:  # fmt: skip
     """Returns the adapter that `compress` is given or finds (see there), or its first `restore_tokens` as one.
 
     "tiny:NAME" or "smollm2:NAME" is the one that ships for the evictor NAME, for use with another evictor. Warns where
@@ -276,31 +271,18 @@ def describe(
     """Returns the record of a compression: everything that a reader of the cache file needs to know."""
     model, context, conventions = prepared.model, prepared.context, prepared.conventions
     shape, adapter = CacheShape.of(model), compressor.adapter
-    pairs_full = shape.layers * shape.heads * context.positions
     libraries = {"torch": torch, "transformers": transformers, "peft": peft}
     versions = {name: library.__version__ for name, library in libraries.items()}
+    pair_bytes = 2 * shape.head_dim * cache.layers[0].dtype.itemsize
     return Manifest(
-        model=model_name(model),
-        fingerprint=model_fingerprint(model),
-        rope=rope_fingerprint(model.config),
-        template=template_hash(tokenizer),
-        dtype=str(model.dtype).removeprefix("torch."),
-        shape=vars(shape),
-        prefix=context.prefix,
-        tokens=context.tokens,
-        restore_tokens=budget.restore_tokens,
-        ratio=str(budget.ratio),
-        **from_file(conventions.described()),
-        evictor=compressor.identity(model),
-        adapter=None if adapter is None else adapter.identity(),
-        pairs=conventions.counted_pairs(cache, context),
-        pairs_of_prefix=cache.pairs_of_prefix(context.prefix),
-        pairs_held=cache.pairs,
-        bytes_full=pairs_full * 2 * shape.head_dim * cache.layers[0].dtype.itemsize,
-        bytes_held=cache.nbytes,
+        model=model_name(model), fingerprint=model_fingerprint(model), rope=rope_fingerprint(model.config),
+        template=template_hash(tokenizer), dtype=str(model.dtype).removeprefix("torch."), shape=vars(shape),
+        prefix=context.prefix, tokens=context.tokens, restore_tokens=budget.restore_tokens, ratio=str(budget.ratio),
+        **from_file(conventions.described()), evictor=compressor.identity(model),
+        adapter=adapter and adapter.identity(), pairs=conventions.counted_pairs(cache, context),
+        pairs_of_prefix=cache.pairs_of_prefix(context.prefix), pairs_held=cache.pairs,
+        bytes_full=shape.layers * shape.heads * context.positions * pair_bytes, bytes_held=cache.nbytes,
         seconds={phase: round(value, 4) for phase, value in seconds.items()},
         versions={"restorekv": __version__, **versions, "python": platform.python_version()},
-        storage=storage,
-        streaming=prepared.streaming,
-        between=context.between,
-    )
+        storage=storage, streaming=prepared.streaming, between=context.between,
+    )  # fmt: skip

@@ -16,7 +16,6 @@ that is held before the last eviction, not the full cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -74,94 +73,9 @@ def portion(context: Context, part: Part) -> Context:
     return replace(context, ids=ids)
 
 
-@dataclass
-class Stream:
-    """A compression in progress. `most` is the largest number of pairs held at once, in all layers and heads."""
-
-    model: PreTrainedModel
-    tokenizer: Tokenizer
-    context: Context
-    evictor: Evictor
-    conventions: CompressionConfig
-    budget: Budget
-    restorer: RestoreAdapter | None = None
-    tell: Callable[[str], None] = lambda phase: None
-    seconds: dict[str, float] = field(default_factory=dict)
-    most: int = 0
-
-    @torch.no_grad()
-    def run(self, chunk: int) -> RaggedCache:
-        """Returns the cache at the budget, read in parts of `chunk` tokens."""
-        attention.install(self.model)
-        shape, pieces = CacheShape.of(self.model), parts(self.evictor, self.context, chunk)
-        size = shape.layers, shape.heads, self.context.positions
-        self.scores = torch.full(size, GONE, device=self.model.device)
-        reads_full = self.budget.restore_tokens and self.conventions.restore_from == "full"
-        if reads_full and len(pieces) > 1:
-            known = "The adapter learned to read full caches; with streaming it reads what is held at the end"
-            warn(f"{known}; expect worse answers.")
-        cache = None
-        for number, part in enumerate(pieces, 1):
-            self.tell(f"part {number} of {len(pieces)}")
-            cache = self.read(cache, part)
-            self.most = max(self.most, sum(layer.bounds[-1] + layer.keys[0, ..., 0].numel() for layer in cache.layers))
-            restored = self.restored(cache) if reads_full and part is pieces[-1] else []
-            with timed(self.seconds, "evict"):
-                self.settle(cache, part, restored, part is pieces[-1])
-        if self.budget.restore_tokens and not reads_full:
-            with timed(self.seconds, "restore"):
-                self.restorer.append(cache, self.budget.restore_tokens)
-                cache.settle()
-        assert self.conventions.counted_pairs(cache, self.context) == self.budget.pairs
-        return cache
-
-    def read(self, cache: RaggedCache | None, part: Part) -> RaggedCache:
-        """Prefills a part over what is held and writes its scores; the tail is then prefix and part."""
-        seen = portion(self.context, part)
-        evictor = self.evictor if cache is None else self.evictor.later(seen)
-        watched = evictor.watch(self.model, seen)
-        with timed(self.seconds, "prefill"), probing(self.model, watched) if watched else nullcontext():
-            full = prefill(self.model, seen.ids if cache is None else seen.ids[:, seen.prefix :], into=cache)
-        with timed(self.seconds, "score"):
-            scores = evictor.score(self.model, self.tokenizer, seen, full, watched)
-        columns = self.scores[..., part.start : part.settled]
-        columns.copy_(scores[..., : columns.shape[-1]].clamp_min(torch.finfo(scores.dtype).min))
-        if self.conventions.prefix_policy == "counted":
-            pin_prefix(self.scores, self.context.prefix)
-        return full if cache is not None else RaggedCache([as_tail(layer) for layer in full.layers])
-
-    def restored(self, cache: RaggedCache) -> list[Pairs]:
-        """Returns the restore cache of a pass over all that is held, layer by layer."""
-        tokens = self.budget.restore_tokens
-        with timed(self.seconds, "restore"):
-            reading = passing(cache)
-            self.restorer.append(reading, tokens)
-        return [(layer.keys[:, :, -tokens:].clone(), layer.values[:, :, -tokens:].clone()) for layer in reading.layers]
-
-    def settle(self, cache: RaggedCache, part: Part, restored: list[Pairs], last: bool) -> None:
-        """Drops what does not stay, layer by layer; at the end the prefix joins the rest."""
-        prefix, keep = self.context.prefix, self.kept(last)
-        for index, (layer, kept) in enumerate(zip(cache.layers, keep, strict=True)):
-            tail = (layer.keys[:, :, : 0 if last else prefix], layer.values[:, :, : 0 if last else prefix])
-            seen = self.context.positions + self.conventions.offset if last else part.settled - prefix
-            tail = restored[index] if restored else (x.clone() for x in tail)
-            cache.layers[index] = RaggedLayer(*gathered(layer, kept, part, prefix), seen, *tail)
-        self.scores.masked_fill_(~keep, GONE)
-
-    def kept(self, last: bool) -> Tensor:
-        """(L, H, S + T) bool: the best of what has a score. Until the end the prefix stays apart."""
-        prefix, competing = self.context.prefix, self.scores
-        if last and self.conventions.prefix_policy == "counted":
-            return self.conventions.allocation(competing, self.budget.retained)
-        competing = competing[..., prefix:]
-        pairs = min(self.budget.retained, int((competing > GONE).sum()))
-        keep = self.conventions.allocation(competing, pairs)
-        return torch.nn.functional.pad(keep, (prefix, 0), value=last)
-
-
 @dataclass(frozen=True)
 class StreamedContext(PreparedContext):
-    """A context of which nothing is prepared: every budget reads it anew, `streaming` tokens at a time."""
+    """A context of which nothing is prepared: `evict` reads it anew for every budget, `streaming` tokens at a time."""
 
     model: PreTrainedModel
     tokenizer: Tokenizer
@@ -186,12 +100,92 @@ class StreamedContext(PreparedContext):
         self, budget: Ratio, restore_tokens: int | None = None, consume: bool = False
     ) -> tuple[RaggedCache, dict[str, float]]:
         """Times every phase."""
-        shape, tokens = CacheShape.of(self.model), self.restorer.restore_tokens if self.restorer else 0
-        tokens = tokens if restore_tokens is None else restore_tokens
-        budget = self.conventions.budget(budget, self.context, shape.layers, shape.heads, tokens)
-        how = self.evictor, self.conventions, budget, self.restorer, self.tell
-        stream = Stream(self.model, self.tokenizer, self.context, *how)
-        return stream.run(self.streaming), stream.seconds
+        shape, held = CacheShape.of(self.model), self.restorer.restore_tokens if self.restorer else 0
+        tokens = held if restore_tokens is None else restore_tokens
+        stream = Stream(self, self.conventions.budget(budget, self.context, shape.layers, shape.heads, tokens))
+        return stream.run(), stream.seconds
+
+
+@dataclass
+class Stream:
+    """A pass over a context to one budget. `most` is the largest number of pairs held at once, in all heads."""
+
+    source: StreamedContext
+    budget: Budget
+    seconds: dict[str, float] = field(default_factory=dict)
+    most: int = 0
+
+    def __post_init__(self) -> None:
+        self.model, self.context, self.conventions = self.source.model, self.source.context, self.source.conventions
+
+    @torch.no_grad()
+    def run(self) -> RaggedCache:
+        """Returns the cache at the budget."""
+        attention.install(self.model)
+        shape, pieces = CacheShape.of(self.model), parts(self.source.evictor, self.context, self.source.streaming)
+        size = shape.layers, shape.heads, self.context.positions
+        self.scores = torch.full(size, GONE, device=self.model.device)
+        reads_full = self.budget.restore_tokens and self.conventions.restore_from == "full"
+        if reads_full and len(pieces) > 1:
+            learned = "The adapter learned to read full caches; with streaming it reads what is held at the end"
+            warn(f"{learned}; expect worse answers.")
+        cache = None
+        for number, part in enumerate(pieces, 1):
+            self.source.tell(f"part {number} of {len(pieces)}")
+            cache = self.read(cache, part)
+            self.most = max(self.most, sum(layer.bounds[-1] + layer.keys[0, ..., 0].numel() for layer in cache.layers))
+            restored = self.restored(cache) if reads_full and part is pieces[-1] else []
+            with timed(self.seconds, "evict"):
+                self.settle(cache, part, restored, part is pieces[-1])
+        if self.budget.restore_tokens and not reads_full:
+            with timed(self.seconds, "restore"):
+                self.source.restorer.append(cache, self.budget.restore_tokens)
+                cache.settle()
+        assert self.conventions.counted_pairs(cache, self.context) == self.budget.pairs
+        return cache
+
+    def read(self, cache: RaggedCache | None, part: Part) -> RaggedCache:
+        """Prefills a part over what is held and writes its scores; the tail is then prefix and part."""
+        seen = portion(self.context, part)
+        evictor = self.source.evictor if cache is None else self.source.evictor.later(seen)
+        watched = evictor.watch(self.model, seen)
+        with timed(self.seconds, "prefill"), probing(self.model, watched) if watched else nullcontext():
+            full = prefill(self.model, seen.ids if cache is None else seen.ids[:, seen.prefix :], into=cache)
+        with timed(self.seconds, "score"):
+            scores = evictor.score(self.model, self.source.tokenizer, seen, full, watched)
+        columns = self.scores[..., part.start : part.settled]
+        columns.copy_(scores[..., : columns.shape[-1]].clamp_min(torch.finfo(scores.dtype).min))
+        if self.conventions.prefix_policy == "counted":
+            pin_prefix(self.scores, self.context.prefix)
+        return full if cache is not None else RaggedCache([as_tail(layer) for layer in full.layers])
+
+    def restored(self, cache: RaggedCache) -> list[Pairs]:
+        """Returns the restore cache of a pass over all that is held, layer by layer."""
+        tokens = self.budget.restore_tokens
+        with timed(self.seconds, "restore"):
+            reading = passing(cache)
+            self.source.restorer.append(reading, tokens)
+        return [(layer.keys[:, :, -tokens:].clone(), layer.values[:, :, -tokens:].clone()) for layer in reading.layers]
+
+    def settle(self, cache: RaggedCache, part: Part, restored: list[Pairs], last: bool) -> None:
+        """Drops what does not stay, layer by layer; at the end the prefix joins the rest."""
+        prefix, keep = self.context.prefix, self.kept(last)
+        seen = self.context.positions + self.conventions.offset if last else part.settled - prefix
+        for index, (layer, kept) in enumerate(zip(cache.layers, keep, strict=True)):
+            tail = (x[:, :, : 0 if last else prefix].clone() for x in (layer.keys, layer.values))
+            tail = restored[index] if restored else tail
+            cache.layers[index] = RaggedLayer(*gathered(layer, kept, part, prefix), seen, *tail)
+        self.scores.masked_fill_(~keep, GONE)
+
+    def kept(self, last: bool) -> Tensor:
+        """Returns what stays, (L, H, S + T) bool: the best of what has a score; until the end without the prefix."""
+        prefix = self.context.prefix
+        if last and self.conventions.prefix_policy == "counted":
+            return self.conventions.allocation(self.scores, self.budget.retained)
+        competing = self.scores[..., prefix:]
+        pairs = min(self.budget.retained, int((competing > GONE).sum()))
+        keep = self.conventions.allocation(competing, pairs)
+        return torch.nn.functional.pad(keep, (prefix, 0), value=last)
 
 
 def as_tail(dense: DynamicLayer) -> RaggedLayer:

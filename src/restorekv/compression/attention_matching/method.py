@@ -1,8 +1,8 @@
 """Attention Matching (Zweiger et al., arXiv:2602.16284): kept keys, a bias and fitted values for every head.
 
-The article is read once more, as the answer to "repeat it", on top of the full cache. The queries of that pass are
-the reference; `matching` chooses the keys they look at most and fits a bias to the attention mass and values to the
-attention outputs that they get from the whole article. Keys keep their RoPE, later positions continue at S + T.
+The model reads the article once more, as the answer to "repeat it", on top of the full cache. The queries of that pass
+are the reference; `matching` chooses the keys they attend to most and fits a bias to the attention mass and values to
+the attention outputs that they get from the whole article. Keys keep their RoPE; later positions continue at S + T.
 
 RestoreKV compares with "AM-fast" and does not define it. Here it is what the authors call AM-HighestAttnKeys-fast:
 repetition queries of the full cache ("repeat", not on-policy), RMS attention, two projected-gradient steps in the box
@@ -83,7 +83,7 @@ class AttentionMatching(Compressor):
 
     @property
     def spec(self) -> str:
-        """The shortest spec that makes this method."""
+        """The method's name and the settings that are not the defaults."""
         return spec.write(self.name, replace(self, conventions=CompressionConfig()))
 
     @torch.no_grad()
@@ -110,11 +110,11 @@ class AttentionMatching(Compressor):
             ids = torch.cat([encode(tokenizer, "\n\n" + self.instruction), context.suffix, article], -1)
             chosen = subset(ids.shape[-1] * shape.groups, self.queries, self.seed)
             columns = slice(context.prefix, context.positions)
-            seen = [
+            observed = [
                 observe(query, layer.keys[0, :, columns], layer.values[0, :, columns], scale)
                 for (query, scale), layer in zip(reference(model, full, ids, chosen), full.layers, strict=True)
             ]
-        targets, scores = zip(*seen, strict=True)
+        targets, scores = zip(*observed, strict=True)
         return MatchedContext(
             model, context, full, torch.stack(scores), conventions, seconds=seconds, targets=targets, method=self
         )
@@ -152,39 +152,39 @@ class MatchedContext(ScoredContext):
         for head in range(layer.heads):
             rows = slice(layer.bounds[head] + self.context.prefix, layer.bounds[head + 1])
             if 0 < rows.stop - rows.start < self.context.tokens:
-                made = fit(targets, head, layer.context_keys[rows], self.method.steps, self.method.box)
-                bias[rows], layer.context_values[rows] = made
+                fitted = fit(targets, head, layer.context_keys[rows], self.method.steps, self.method.box)
+                bias[rows], layer.context_values[rows] = fitted
         if not layer.context_values.isfinite().all():
             raise RestoreKVError("The fitted values are too large for float16; load the model in bfloat16 or float32.")
         layer.bias = bias if bias.any() else None
 
 
 def reference(model: PreTrainedModel, full: DynamicCache, ids: Tensor, chosen: Tensor) -> list[tuple[Tensor, float]]:
-    """Reads ids (1, Q) over `full`, which stays as it is -> each layer's queries (H, n, D) after RoPE, and its scale.
+    """Reads ids (1, Q) over `full`, which stays as it is; returns each layer's queries (H, n, D) after RoPE and scale.
 
     Queries are counted row by row, the G heads of a group within a row; `chosen` (n,) of these Q * G are kept.
     """
     reading = copy.copy(full)
     reading.layers = [copy.copy(layer) for layer in full.layers]
-    found: list[list[Tensor]] = [[] for _ in full.layers]
+    queries: list[list[Tensor]] = [[] for _ in full.layers]
     scales = [0.0 for _ in full.layers]
     chosen, read = chosen.to(model.device), 0
 
-    def see(probe: LayerProbe) -> None:
+    def on_layer(probe: LayerProbe) -> None:
         pool = probe.query.transpose(1, 2).flatten(1, 2)
         here = chosen - read * probe.query.shape[1]
-        found[probe.layer].append(pool[:, here[(here >= 0) & (here < pool.shape[1])]])
+        queries[probe.layer].append(pool[:, here[(here >= 0) & (here < pool.shape[1])]])
         scales[probe.layer] = probe.scale
 
-    with probing(model, see):
+    with probing(model, on_layer):
         for piece in ids.to(model.device).split(CHUNK, dim=-1):
             decoder(model)(input_ids=piece, past_key_values=reading, use_cache=True)
             read += piece.shape[-1]
-    return [(torch.cat(pieces, 1), scale) for pieces, scale in zip(found, scales, strict=True)]
+    return [(torch.cat(pieces, 1), scale) for pieces, scale in zip(queries, scales, strict=True)]
 
 
 def subset(count: int, most: int, seed: int) -> Tensor:
-    """Up to `most` of `count` numbers, ascending, the same on every device."""
+    """Returns up to `most` of the numbers below `count`, ascending, the same on every device."""
     if count <= most:
         return torch.arange(count)
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:most].sort().values
