@@ -126,7 +126,7 @@ def test_long_contexts_lose_their_end_and_keep_their_prefix(protocol, tiny_token
     assert shorter.prefix == whole.prefix and shorter.tokens == 7
     assert shorter.ids.equal(whole.ids[:, : whole.prefix + 7]) and shorter.suffix.equal(whole.suffix)
     assert protocol.context("Qwen/Qwen3-4B", tiny_tokenizer, text, whole.positions)[1] == 0
-    with pytest.raises(RestoreKVError, match="no room beside"):
+    with pytest.raises(RestoreKVError, match="no room for a text"):
         protocol.context("Qwen/Qwen3-4B", tiny_tokenizer, text, whole.prefix)
 
 

@@ -3,7 +3,7 @@
 While gradients are recorded every append makes new tensors, as autograd wants them. Otherwise keys and values are the
 beginning of buffers with room to spare: an append writes its own columns and moves nothing, and going back to the
 restore cache writes that alone, so that steps cost what they add and addresses stay while the room suffices. A `fixed`
-tail shows its whole buffer, and a tensor tells where to write: every step is then the same work; see steps.py.
+tail shows its whole buffer, and a tensor tells where to write: every step is then the same work; see decode_graph.py.
 """
 
 from __future__ import annotations

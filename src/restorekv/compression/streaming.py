@@ -63,8 +63,8 @@ def parts(evictor: Evictor, context: Context, chunk: int) -> list[Part]:
         raise RestoreKVError(f"{evictor.spec} always keeps the latest {again} tokens; stream more than that at a time.")
     count = -((again - tokens) // (chunk - again))
     edges = [first + (tokens - again) * number // count for number in range(count + 1)]
-    found = [Part(start, end, end + again) for start, end in pairwise(edges)]
-    return [*found[:-1], replace(found[-1], settled=context.positions)]
+    pieces = [Part(start, end, end + again) for start, end in pairwise(edges)]
+    return [*pieces[:-1], replace(pieces[-1], settled=context.positions)]
 
 
 def portion(context: Context, part: Part) -> Context:
@@ -100,8 +100,8 @@ class StreamedContext(PreparedContext):
         self, budget: Ratio, restore_tokens: int | None = None, consume: bool = False
     ) -> tuple[RaggedCache, dict[str, float]]:
         """Times every phase."""
-        shape, held = CacheShape.of(self.model), self.restorer.restore_tokens if self.restorer else 0
-        tokens = held if restore_tokens is None else restore_tokens
+        shape, available = CacheShape.of(self.model), self.restorer.restore_tokens if self.restorer else 0
+        tokens = available if restore_tokens is None else restore_tokens
         stream = Stream(self, self.conventions.budget(budget, self.context, shape.layers, shape.heads, tokens))
         return stream.run(), stream.seconds
 

@@ -50,7 +50,7 @@ class Worker:
 
     @cached_property
     def samples(self) -> list[Sample]:
-        """In the benchmark's order."""
+        """The benchmark's samples, in its order."""
         return self.benchmark.chosen(self.tokenizer, self.protocol.name)
 
     @cached_property
@@ -100,7 +100,7 @@ class Worker:
                 yield cell, {**line, "answers": answers}, seconds
 
     def treatment(self, cell: Cell) -> tuple:
-        """Cells that agree in this differ in ratio and storage alone."""
+        """Returns what the cells have in common that differ in ratio and storage alone."""
         return (cell.evictor == FULL, cell.adapter, cell.restore_tokens, self.conventions(cell))
 
     @torch.no_grad()
