@@ -67,7 +67,7 @@ class Protocol(ABC):
         return ids
 
     def context(self, model: str, tokenizer: Tokenizer, text: str, most: int = 0) -> tuple[Context, int]:
-        """Returns the context of at most `most` ids with its prefix (0: the tokenizer's limit), and how many were cut."""
+        """Returns a context of at most `most` ids with its prefix (0: the tokenizer's limit), and how many it cut."""
         whole = self.whole_context(model, tokenizer, text)
         limit = most or tokenizer.model_max_length
         if limit >= min(whole.positions, NO_LIMIT):
