@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from benchmarks.memory_on_paper import PART, SCORES
 from restorekv import evictors
 from restorekv.compression.budget import exact_ratio
 from restorekv.compression.compressor import compress
-from restorekv.compression.prepared import PLAIN, PreparedContext
+from restorekv.compression.prepared import CompressionConfig, ScoredContext
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import apart
 from restorekv.evaluation.machine import described
@@ -166,7 +166,7 @@ def squeeze(model, tokenizer, text, job, mode, adapter, phases) -> tuple[int, in
     """A whole compression -> bytes of what is kept, and S + T."""
     made = compress(
         model, tokenizer, text, evictor=job["evictor"], ratio=job["ratio"], adapter=adapter, progress=phases,
-        on_tight="fewer", **mode,
+        on_small_budget="fewer", **mode,
     )  # fmt: skip
     return made.manifest.bytes_held, made.context.positions
 
@@ -180,11 +180,11 @@ def fill(model, tokenizer, text, job, mode, adapter, phases) -> tuple[int, int]:
     full = filled(model, context.positions, mode["offload"])
     phases("score")
     scores = evictor.score(model, tokenizer, context, full)
-    prepared = PreparedContext(model, context, full, scores, replace(PLAIN, on_tight="fewer"))
+    prepared = ScoredContext(model, context, full, scores, CompressionConfig(on_small_budget="fewer"))
     phases("restore")
     prepared = prepared.with_restore_cache(adapter)
     phases("evict")
-    return prepared.at(job["ratio"], last=True).nbytes, context.positions
+    return prepared.evict(job["ratio"], consume=True).nbytes, context.positions
 
 
 def filled(model: PreTrainedModel, columns: int, offload: bool) -> DynamicCache:

@@ -26,7 +26,13 @@ def measure(job: dict) -> dict:
 
     def squeeze(text: str) -> CompressedContext:
         return compress(
-            model, tokenizer, text, ratio=job["ratio"], adapter=adapter, prefix_policy="counted", on_tight="fewer"
+            model,
+            tokenizer,
+            text,
+            ratio=job["ratio"],
+            adapter=adapter,
+            prefix_policy="counted",
+            on_small_budget="fewer",
         )
 
     decode(model, squeeze(job["text"][: job["warm_up"]]).cache, job)

@@ -102,14 +102,14 @@ def preparer(
 ) -> Callable[[str], dict[str, float]]:
     """From a text to the seconds of the method's own prefill and of its scoring."""
     spec = f"{method}:gate={random_gate(model, method, folder)}" if method in LEARNED else method
-    made = compressor.method(spec)
+    made = compressor.make_compressor(spec)
 
     def prepare(text: str) -> dict[str, float]:
         prepared = made.prepare(model, tokenizer, text)
         seconds = dict(prepared.seconds)
         if method == AM:
             with timed(seconds, "fit"):
-                prepared.at(options.ratio)
+                prepared.evict(options.ratio)
             seconds["score"] += seconds["fit"]
         return seconds
 

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from benchmarks.each import each
 from restorekv.compression.budget import exact_ratio
 from restorekv.compression.context import size
-from restorekv.compression.prepared import PreparedContext
+from restorekv.compression.prepared import ScoredContext
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.meter import Peak, timed
 from restorekv.evaluation.workload import text_of
@@ -79,7 +79,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Ready(PreparedContext):
+class Ready(ScoredContext):
     """A context whose restore pass has been measured already."""
 
     def with_restore_cache(self, adapter: RestoreAdapter) -> Ready:

@@ -209,7 +209,7 @@ def bundled(
         ),
     }  # fmt: skip
     setup = Setup(out / "trained", settings, contexts=CONTEXTS, **more)
-    conventions = {"prefix_policy": "free", "on_tight": "fewer"}
+    conventions = {"prefix_policy": "free", "on_small_budget": "fewer"}
     return Setting(
         setup, benches, conventions, seeds=seeds, more_ratios=(0.025,), name="the bundled model", about=ABOUT_BUNDLED,
         efficiency_tokens=2048,
@@ -245,7 +245,7 @@ def backbone(
         "scbench": Bench("SCBench", asked("scbench"), protocol="kvzip"),
     }
     setup = Setup(out / "trained", TrainConfig(prefix_policy="counted"), model, **more)  # as RULER is asked
-    return Setting(setup, benches, {"on_tight": "fewer"}, adapters, seeds)
+    return Setting(setup, benches, {"on_small_budget": "fewer"}, adapters, seeds)
 
 
 def generated(ruler: str) -> str:

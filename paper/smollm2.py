@@ -85,7 +85,7 @@ def smollm2(
         ),
     }  # fmt: skip
     setup = Setup(out / "trained", settings(adapters), SMOLLM2, **more)
-    conventions = {"prefix_policy": "free", "on_tight": "fewer"}
+    conventions = {"prefix_policy": "free", "on_small_budget": "fewer"}
     return Setting(
         setup, benches, conventions, adapters, seeds, name="SmolLM2-135M-Instruct", about=ABOUT, efficiency_tokens=2048
     )

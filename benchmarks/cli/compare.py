@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.cli.session import benchmark, each
 from benchmarks.compare import Options
 from benchmarks.compare import run as measure
 from benchmarks.compare_table import tables
-from restorekv.cli.session import benchmark, each
 from restorekv.errors import RestoreKVError
 from restorekv.files import check_target
 

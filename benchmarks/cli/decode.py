@@ -6,10 +6,10 @@ from typing import Annotated
 import typer
 
 from benchmarks.cli.compare import KvpressPython, kvpress
+from benchmarks.cli.session import benchmark, each
 from benchmarks.decode import Options
 from benchmarks.decode import run as measure
 from benchmarks.decode_table import tables
-from restorekv.cli.session import benchmark, each
 from restorekv.files import check_target
 
 

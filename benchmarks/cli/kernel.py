@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.cli.session import benchmark, prose
 from benchmarks.kernel import REHEARSAL, Options, markdown
 from benchmarks.kernel import run as measure
-from restorekv.cli.session import benchmark, prose
 from restorekv.files import check_target
 
 

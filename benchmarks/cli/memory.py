@@ -6,11 +6,11 @@ from typing import Annotated
 import typer
 
 from benchmarks.cli.compare import lengths
+from benchmarks.cli.session import benchmark, prose
 from benchmarks.memory import MODES, Options
 from benchmarks.memory import run as measure
 from benchmarks.memory_on_paper import table
 from benchmarks.memory_table import markdown
-from restorekv.cli.session import benchmark, prose
 from restorekv.files import check_target
 
 

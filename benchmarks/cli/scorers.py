@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.cli.session import benchmark, prose
 from benchmarks.scorers import Options, markdown
 from benchmarks.scorers import run as measure
-from restorekv.cli.session import benchmark, prose
 from restorekv.files import check_target
 
 

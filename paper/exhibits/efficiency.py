@@ -42,7 +42,7 @@ def measure(setting: Setting, out: Path, tell: Tell) -> None:
     setup, policy = setting.setup, protocols.make("kvpress").prefix_policy
     model, tokenizer = load_model(setup.model, setup.dtype, setup.device)
     options = efficiency.Options(tokens=setting.efficiency_tokens)
-    conventions = CompressionConfig.make(**{"prefix_policy": policy, **setting.conventions})
+    conventions = CompressionConfig(**{"prefix_policy": policy, **setting.conventions})
     efficiency.measure(model, tokenizer, out, options, conventions, label(setting), tell)
 
 

@@ -60,8 +60,8 @@ def measure(setting: Setting, out: Path, tell: Tell) -> None:
     setup, bench = setting.setup, setting.benches["ruler"]
     protocol = protocols.make(bench.protocol)
     model, tokenizer = load_model(setup.model, setup.dtype, setup.device)
-    conventions = CompressionConfig.make(**{"prefix_policy": protocol.prefix_policy, **setting.conventions})
-    eviction = Eviction.make(EVICTOR, None, **conventions.described())
+    conventions = CompressionConfig(**{"prefix_policy": protocol.prefix_policy, **setting.conventions})
+    eviction = replace(Eviction.make(EVICTOR), conventions=conventions)
     adapter = load_adapter(model, setting.of_evictor(EVICTOR, EVICTOR), eviction)
     restoring, few = replace(eviction, adapter=adapter), documents(setting)
     analyze(model, tokenizer, restoring, protocol, few, [RATIO], out, WHAT, label(setting), tell)

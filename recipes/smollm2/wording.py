@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from restorekv.compression.generate import answer_ids, answer_text, stop_ids
-from restorekv.compression.prepared import PLAIN, PreparedContext
+from restorekv.compression.prepared import ScoredContext
 from restorekv.model import attention
 from restorekv.model.load import load_model
 from restorekv.model.prefill import prefill
@@ -90,7 +90,7 @@ def scores(model, tokenizer, passage: Passage) -> list[float]:
     text, questions = passage
     context, shape = make_context(tokenizer, text), CacheShape.of(model)
     unscored = torch.zeros(shape.layers, shape.heads, context.tokens)
-    cache = PreparedContext(model, context, prefill(model, context.ids), unscored, PLAIN, 0, {}).at(1)
+    cache = ScoredContext(model, context, prefill(model, context.ids), unscored).evict(1)
     asked = spread(questions, QUESTIONS)
     prompts = [
         question_ids(tokenizer, context, wording.format(q=each["question"]), opening)

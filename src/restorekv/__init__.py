@@ -1,6 +1,6 @@
 """Compress a long context's KV cache once, restore what eviction lost, ask anything.
 
-The public names are loaded on first use, so that `restorekv --help` need not wait for PyTorch.
+The public names are loaded on first use, so that `restorekv --help` does not wait for PyTorch.
 """
 
 from importlib import import_module
@@ -18,32 +18,16 @@ if TYPE_CHECKING:
     from restorekv.restore.adapter import RestoreAdapter
 
 __all__ = [
-    "Budget",
-    "CompressedContext",
-    "CompressionConfig",
-    "Eviction",
-    "PreparedContext",
-    "RestoreAdapter",
-    "RestoreKVError",
-    "RestoreKVWarning",
-    "ask_many",
-    "compress",
-    "load_model",
-]
-
+    "Budget", "CompressedContext", "CompressionConfig", "Eviction", "PreparedContext", "RestoreAdapter",
+    "RestoreKVError", "RestoreKVWarning", "ask_many", "compress", "load_model",
+]  # fmt: skip
 HOMES = {
-    "Budget": "compression.budget",
-    "CompressedContext": "compression.context",
-    "CompressionConfig": "compression.prepared",
-    "Eviction": "compression.compressor",
-    "PreparedContext": "compression.prepared",
-    "RestoreAdapter": "restore.adapter",
-    "RestoreKVError": "errors",
-    "RestoreKVWarning": "errors",
-    "ask_many": "compression.context",
-    "compress": "compression.compressor",
+    "Budget": "compression.budget", "CompressedContext": "compression.context",
+    "CompressionConfig": "compression.prepared", "Eviction": "compression.compressor",
+    "PreparedContext": "compression.prepared", "RestoreAdapter": "restore.adapter", "RestoreKVError": "errors",
+    "RestoreKVWarning": "errors", "ask_many": "compression.context", "compress": "compression.compressor",
     "load_model": "model.load",
-}
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

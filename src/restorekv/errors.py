@@ -1,5 +1,8 @@
 """One exception class for each kind of user error; the message is one sentence that names the cause and the fix."""
 
+import sys
+import warnings
+
 
 class RestoreKVError(ValueError):
     """A user error. The command line prints only the message and exits with a nonzero status."""
@@ -27,6 +30,17 @@ class ModelError(RestoreKVError):
 
 class RestoreKVWarning(UserWarning):
     """Something that works but is probably not what the user wants, such as an adapter trained with another evictor."""
+
+
+INSIDE = ("restorekv", "torch", "contextlib")  # torch's decorators stand between the package's own calls
+
+
+def warn(message: str) -> None:
+    """Raises a RestoreKVWarning at the line of the user's code that called the package."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in INSIDE:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, RestoreKVWarning, stacklevel=level)
 
 
 def first_sentence(error: BaseException) -> str:

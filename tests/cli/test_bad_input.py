@@ -198,7 +198,7 @@ CASES: dict[str, tuple[Build, str]] = {
     "unknown evictor": (flags("--evictor", "h3o"), "no evictor 'h3o'.*kvzip"),
     "unknown setting of an evictor": (flags("--evictor", "kvzip:colour=3"), "no setting"),
     "unknown prefix policy": (flags("--prefix-policy", "maybe"), "free, counted"),
-    "unknown on-tight": (flags("--on-tight", "shrug"), "error, fewer, clip"),
+    "unknown on-small-budget": (flags("--on-small-budget", "shrug"), "error, fewer, clip"),
     # the model
     "missing model": (compress(None, "no/such-model"), "Cannot load the model"),
     "missing model folder": (compress(None, "nowhere"), "Cannot load the model"),

@@ -93,7 +93,7 @@ def test_compress_takes_stdin_tokens_per_head_and_every_policy(world, tmp_path):
     made = json.loads(figures.read_text())
     assert made["pairs"] == 10 * made["shape"]["layers"] * made["shape"]["heads"] and made["adapter"] is None
     tight = ("--ratio", "0.01", "--adapter", world.adapter)
-    compress(world, out, *tight, "--on-tight", "fewer", "--prefix-policy", "counted", "--json", figures)
+    compress(world, out, *tight, "--on-small-budget", "fewer", "--prefix-policy", "counted", "--json", figures)
     made = json.loads(figures.read_text())
     assert made["restore_tokens"] < 8 and made["prefix_policy"] == "counted" and made["on_tight"] == "fewer"
 

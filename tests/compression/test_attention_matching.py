@@ -17,9 +17,9 @@ from restorekv.compression.attention_matching import method as attention_matchin
 from restorekv.compression.attention_matching.head_shares import HeadShares, share_out
 from restorekv.compression.attention_matching.matching import box_least_squares, fit, least_squares, observe
 from restorekv.compression.attention_matching.method import AttentionMatching, subset
-from restorekv.compression.compressor import Eviction, compress, method
+from restorekv.compression.compressor import Eviction, compress, make_compressor
 from restorekv.compression.context import CompressedContext
-from restorekv.compression.prepared import PreparedContext
+from restorekv.compression.prepared import ScoredContext
 from restorekv.errors import RestoreKVError
 from restorekv.model.attention import BACKENDS
 from restorekv.model.load import load_model
@@ -76,8 +76,8 @@ def oracle(query, key, value, count):
 
 
 def compact(model, tokenizer, ratio, spec="am-fast"):
-    prepared = method(spec).prepare(model, tokenizer, TEXT)
-    return prepared, prepared.at(ratio)
+    prepared = make_compressor(spec).prepare(model, tokenizer, TEXT)
+    return prepared, prepared.evict(ratio)
 
 
 def test_columns_bias_and_values_are_those_of_double_precision(tiny_model, tiny_tokenizer):
@@ -205,7 +205,7 @@ def test_head_budgets_from_a_file(tiny_tokenizer, tmp_path):
     assert all(0 <= count - floor(want) <= 1 for count, want in zip(counts.tolist(), wanted, strict=True))
     assert prepared.method.spec == f"am-fast:heads={path}"
     assert prepared.conventions.described()["allocation"] == str(path)
-    full = prepared.at(0.4)  # L0H0 gets all of its pairs, and keeps them unchanged
+    full = prepared.evict(0.4)  # L0H0 gets all of its pairs, and keeps them unchanged
     rows = slice(prefix, full.layers[0].bounds[1])
     assert rows.stop - rows.start == tokens and not full.layers[0].bias[rows].any()
 
@@ -274,14 +274,14 @@ def test_mistakes_are_told(tiny_tokenizer, tmp_path):
     model, budgets = build_model("qwen3"), tmp_path / "budgets.json"
     for wrong in ("steps=-1", "queries=0", "box=nan", "box=30", "heads=none.json"):
         with pytest.raises(RestoreKVError):
-            method(f"am-fast:{wrong}")
+            make_compressor(f"am-fast:{wrong}")
     for text in ("{", "[]", "{}", '{"L0H0": 0.5}', '{"L0H0": true}', '{"L0H0": -1, "L0H1": 2}', '{"L0H0": "1"}'):
         budgets.write_text(text)
         with pytest.raises(RestoreKVError):
-            method(f"am-fast:heads={budgets}")
+            make_compressor(f"am-fast:heads={budgets}")
     budgets.write_text('{"L0H0": 0.5, "L0H1": 0.5}')
     with pytest.raises(RestoreKVError, match="3 x 2"):
-        method(f"am-fast:heads={budgets}").prepare(model, tiny_tokenizer, TEXT)
+        make_compressor(f"am-fast:heads={budgets}").prepare(model, tiny_tokenizer, TEXT)
     with pytest.raises(RestoreKVError, match="commas"):
         AttentionMatching(instruction="Repeat, please.")
     with pytest.raises(RestoreKVError, match="free"):
@@ -300,7 +300,7 @@ def test_values_beyond_the_dtype_are_told(tiny_tokenizer, monkeypatch):
     prepared = AttentionMatching().prepare(build_model("qwen3"), tiny_tokenizer, TEXT)
     monkeypatch.setattr(attention_matching, "fit", lambda *_: (torch.zeros(()), torch.tensor(torch.inf)))
     with pytest.raises(RestoreKVError, match="too large"):
-        prepared.at(0.2)
+        prepared.evict(0.2)
 
 
 @cache
@@ -333,7 +333,7 @@ def every_head(made, prefix):
 
 @cache
 def of_the_full_cache(prefix):
-    return every_head(bundled()[0].at(1), prefix)
+    return every_head(bundled()[0].evict(1), prefix)
 
 
 def output_errors(made, prefix):
@@ -352,11 +352,11 @@ def mass_errors(made, prefix):
 def test_every_head_matches_better_than_as_many_evicted_pairs(ratio):
     """Evicted: the same keys with their own values, and KVzip's choice; over the article, and with the prefix too."""
     whole, kvzip = bundled()
-    made = whole.at(ratio)
+    made = whole.evict(ratio)
     for prefix in (0, whole.context.prefix):
         error = output_errors(made, prefix)
         assert error.shape == (4 * 3,)
-        for evicted in (PreparedContext.at(whole, ratio), kvzip.at(ratio)):
+        for evicted in (ScoredContext.evict(whole, ratio), kvzip.evict(ratio)):
             assert evicted.lengths.equal(made.lengths)
             assert (error < 0.75 * output_errors(evicted, prefix)).all()
 
@@ -364,14 +364,14 @@ def test_every_head_matches_better_than_as_many_evicted_pairs(ratio):
 def test_the_bias_is_what_matches_the_mass():
     whole, _ = bundled()
     prefix = whole.context.prefix
-    made, evicted = whole.at(0.1), PreparedContext.at(whole, 0.1)
+    made, evicted = whole.evict(0.1), ScoredContext.evict(whole, 0.1)
     assert (mass_errors(made, prefix) < 0.9 * mass_errors(evicted, prefix)).all()
 
 
 def test_the_values_are_what_matches_the_outputs():
     whole, _ = bundled()
     prefix = whole.context.prefix
-    made, plain = whole.at(0.1), whole.at(0.1)
-    for layer, evicted in zip(plain.layers, PreparedContext.at(whole, 0.1).layers, strict=True):
+    made, plain = whole.evict(0.1), whole.evict(0.1)
+    for layer, evicted in zip(plain.layers, ScoredContext.evict(whole, 0.1).layers, strict=True):
         layer.context_values = evicted.context_values
     assert (output_errors(made, prefix) < 0.75 * output_errors(plain, prefix)).all()

@@ -71,7 +71,7 @@ def test_context_shorter_than_the_restore_tokens():
         Budget.of_ratio(1, 5, 2, 2, 8)
     with pytest.raises(BudgetError, match="empty"):
         Budget.of_ratio(1, 0, 2, 2)
-    with pytest.raises(BudgetError, match="on_tight"):
+    with pytest.raises(BudgetError, match="on_small_budget"):
         Budget.of_ratio(1, 5, 2, 2, 1, "whatever")
 
 

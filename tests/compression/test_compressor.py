@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from restorekv.compression.budget import Budget
-from restorekv.compression.compressor import PRESETS, Eviction, chosen_evictor, compress
+from restorekv.compression.compressor import PRESETS, Eviction, chosen_evictor, compress, make_compressor
 from restorekv.compression.context import CompressedContext, size
 from restorekv.compression.context_file import read
 from restorekv.compression.generate import ask
@@ -49,13 +49,13 @@ def test_pairs_are_the_budget(case, evictor, policy, restored):
     context, shape = prepared.context, CacheShape.of(model)
     columns = context.tokens if policy == "free" else context.positions
     for ratio in ["1", "0.5", "0.3", "0.1", "0.071"]:
-        cache = prepared.at(ratio)
+        cache = prepared.evict(ratio)
         total = Fraction(ratio) * columns * shape.layers * shape.heads // 1
         outside = context.prefix * shape.layers * shape.heads if policy == "free" else 0
         assert cache.pairs == total + outside
         assert cache.restore == (TOKENS if restored else 0)
         assert cache.get_seq_length() == context.positions + cache.restore
-        base = prepared.at(ratio, restored=False)
+        base = prepared.evict(ratio, 0)
         assert (base.pairs, base.restore) == (cache.pairs, 0)
 
 
@@ -66,8 +66,8 @@ def test_evictors_keep_the_best_scores(case):
     assert scores.shape[-1] == prepared.context.positions
     first = max(prefix, 4)
     assert scores[..., first:].equal(prepared.scores[..., first - prefix :])
-    assert scores[..., :4].isposinf().all() and scores[..., 4:prefix].isneginf().all()
-    cache = prepared.at(0.2)
+    assert scores[..., :4].isposinf().all() and scores[..., 4:prefix].lt(prepared.scores.min()).all()
+    cache = prepared.evict(0.2)
     kept = torch.zeros_like(scores, dtype=torch.bool)
     for index, layer in enumerate(cache.layers):
         for head in range(layer.heads):
@@ -84,7 +84,7 @@ def test_one_preparation_serves_every_budget(case):
     assert prepared.full.get_seq_length() == prepared.context.positions
     assert all(keys.shape[-2] == TOKENS for keys, _ in restored.restore_cache)
     for ratio in (0.4, 0.1):
-        for adapter_used, cache in [(None, prepared.at(ratio)), (adapter, restored.at(ratio))]:
+        for adapter_used, cache in [(None, prepared.evict(ratio)), (adapter, restored.evict(ratio))]:
             made = compress(*case, ratio=ratio, adapter=adapter_used)
             for ours, theirs in zip(made.cache.layers, cache.layers, strict=True):
                 assert all(a.equal(b) for a, b in zip(ours.tensors(), theirs.tensors(), strict=True))
@@ -184,9 +184,9 @@ def test_tight_policies(case):
     per_layer = shape.layers * shape.heads
     with pytest.raises(BudgetError, match="smallest workable ratio"):
         compress(model, tokenizer, text, tokens_per_head=2, adapter=adapter)
-    fewer = compress(model, tokenizer, text, tokens_per_head=2, adapter=adapter, on_tight="fewer")
+    fewer = compress(model, tokenizer, text, tokens_per_head=2, adapter=adapter, on_small_budget="fewer")
     assert (fewer.cache.restore, fewer.manifest.pairs, fewer.manifest.restore_tokens) == (2, 2 * per_layer, 2)
-    clip = compress(model, tokenizer, text, tokens_per_head=2, adapter=adapter, on_tight="clip")
+    clip = compress(model, tokenizer, text, tokens_per_head=2, adapter=adapter, on_small_budget="clip")
     assert (clip.cache.restore, clip.manifest.pairs) == (TOKENS, TOKENS * per_layer)
     # The first tokens of a causal restore pass do not depend on the later ones.
     assert fewer.cache.layers[-1].restore_keys.equal(clip.cache.layers[-1].restore_keys[:, :, :2])
@@ -204,7 +204,7 @@ BAD = [
     ({"ratio": 0.1, "tokens_per_head": 5}, "not both"),
     ({"evictor": "magic"}, "magic"),
     ({"prefix_policy": "maybe"}, "prefix_policy"),
-    ({"on_tight": "maybe"}, "on_tight"),
+    ({"on_small_budget": "maybe"}, "on_small_budget"),
     ({"adapter": "/no/such/adapter"}, "adapter"),
 ]
 
@@ -216,6 +216,58 @@ def test_bad_input_is_refused_in_one_sentence(case, change, message):
     with pytest.raises(RestoreKVError, match=message) as caught:
         compress(model, tokenizer, options.pop("context"), **options)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("form", [list, torch.tensor])
+def test_token_ids_are_a_context_too(case, form):
+    model, tokenizer, text = case
+    plain = compress(model, tokenizer, text, ratio=0.3)
+    made = compress(model, tokenizer, form(plain.context.ids[0, plain.context.prefix :].tolist()), ratio=0.3)
+    assert made.context.ids.equal(plain.context.ids) and made.context.prefix == plain.context.prefix
+    assert made.ask(QUESTIONS, 8) == plain.ask(QUESTIONS, 8)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [([], "no tokens"), ([1, -1], "run from 0"), ([10**6], "run from 0"), ([1.5], "not list"), ([True], "not list"),
+     (torch.ones(1, 3).long(), "1-D"), (torch.ones(3), "1-D")],
+)  # fmt: skip
+def test_other_token_ids_are_refused(case, ids, message):
+    with pytest.raises(RestoreKVError, match=message):
+        compress(*case[:2], ids)
+
+
+def test_python_refuses_an_unknown_argument(case):
+    with pytest.raises(TypeError, match="allocate"):
+        compress(*case, allocate="per-head")
+
+
+def test_a_warning_points_at_the_call(case):
+    model, tokenizer, text = case
+    adapter = make_adapter(model)
+    with pytest.warns(RestoreKVWarning, match="with streaming it reads") as caught:
+        compress(model, tokenizer, text, adapter=adapter, ratio=0.3, streaming=40)
+    assert caught[0].filename == __file__
+
+
+def test_methods_tell_what_they_can():
+    evicting, matching = make_compressor("snapkv"), make_compressor("am-fast:steps=3")
+    assert (evicting.restores, evicting.any_config, evicting.spec) == (True, True, "snapkv")
+    assert (matching.restores, matching.any_config, matching.spec) == (False, False, "am-fast:steps=3")
+    assert evicting.as_published(5) == evicting and make_compressor("kvzip").as_published(5).evictor.sinks == 5
+
+
+def test_every_preparation_evicts_alike(case):
+    """At once, in parts and by Attention Matching: one call, the same count."""
+    model, tokenizer, text = case
+    for spec, streaming in (("knorm", None), ("knorm", 50), ("am-fast", None)):
+        prepared = make_compressor(spec, streaming=streaming).prepare(model, tokenizer, text)
+        assert (prepared.full is None) == (prepared.streaming is not None) == (streaming is not None)
+        cache, seconds = prepared.evict_timed(0.3)
+        assert prepared.evict(0.3, 0).pairs == cache.pairs and "evict" in seconds
+        shape, context = CacheShape.of(model), prepared.context
+        total = int(Fraction("0.3") * context.tokens * shape.layers * shape.heads)
+        assert prepared.conventions.counted_pairs(cache, context) == total
 
 
 def test_contexts_shorter_than_the_restore_cache(case):
@@ -271,17 +323,17 @@ def test_budgets_of_another_context_are_refused(case):
     model, tokenizer, text = case
     prepared = Eviction.make("kvzip").prepare(model, tokenizer, text)
     with pytest.raises(BudgetError, match="make another"):
-        prepared.at(Budget.of_ratio(0.1, 7, 3, 2))
+        prepared.evict(Budget.of_ratio(0.1, 7, 3, 2))
     shape = CacheShape.of(model)
     with pytest.raises(BudgetError, match="prepare with an adapter"):
-        prepared.at(Budget.of_ratio(0.5, prepared.context.tokens, shape.layers, shape.heads, 2))
+        prepared.evict(Budget.of_ratio(0.5, prepared.context.tokens, shape.layers, shape.heads, 2))
 
 
 def test_contexts_may_come_ready_made(case):
     model, tokenizer, text = case
     context = make_context(tokenizer, text, BETWEEN)
     prepared = Eviction.make("kvzip").prepare(model, tokenizer, context)
-    answers = ask(model, tokenizer, context, prepared.at(0.2), QUESTIONS, 8)
+    answers = ask(model, tokenizer, context, prepared.evict(0.2), QUESTIONS, 8)
     assert answers == compress(*case, ratio=0.2).ask(QUESTIONS, 8)
 
 
@@ -294,7 +346,7 @@ def test_the_first_tokens_of_a_nested_adapter_work_alone(tiny_model, tiny_tokeni
     made = compress(tiny_model, tiny_tokenizer, TEXT, ratio=0.5, adapter=whole, restore_tokens=2)
     assert made.manifest.restore_tokens == 2 and made.manifest.adapter["restore_tokens"] == 2
     prepared = Eviction.make("kvzip").prepare(tiny_model, tiny_tokenizer, TEXT).with_restore_cache(whole)
-    expected = prepared.at(0.5, 2)
+    expected = prepared.evict(0.5, 2)
     for one, other in zip(made.cache.layers, expected.layers, strict=True):
         torch.testing.assert_close(one.restore_keys, other.restore_keys)
         assert torch.equal(one.context_keys, other.context_keys)

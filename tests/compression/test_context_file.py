@@ -17,8 +17,8 @@ from tests.compression.test_generate import TEXT, make_cache
 
 MANIFEST = Manifest(
     model="tiny", fingerprint="0", rope={"rope_type": "default"}, template="0", dtype="float32", shape={"layers": 3},
-    prefix=2, tokens=10, restore_tokens=4, ratio="1/10", prefix_policy="free", on_tight="error", allocation="global",
-    restore_from="full", offset=0, evictor="kvzip",
+    prefix=2, tokens=10, restore_tokens=4, ratio="1/10", prefix_policy="free", on_small_budget="error",
+    allocation="global", restore_from="full", offset=0, evictor="kvzip",
     adapter=None, pairs=1, pairs_of_prefix=1, pairs_held=1, bytes_full=1, bytes_held=1, seconds={}, versions={},
 )  # fmt: skip
 
@@ -41,6 +41,11 @@ def test_round_trip_is_bit_equal(written):
     for ours, theirs in zip(cache.layers, again.layers, strict=True):
         assert all(a.equal(b) and a.dtype == b.dtype for a, b in zip(ours.tensors(), theirs.tensors(), strict=True))
     assert sorted(entry.name for entry in path.parent.iterdir()) == ["doc.rkv"]
+
+
+def test_files_hold_the_key_of_earlier_versions(written):
+    held = context_file.verify(written[0])
+    assert held["on_tight"] == "error" and "on_small_budget" not in held
 
 
 def test_a_bias_survives(tiny_model, tiny_tokenizer, tmp_path):

@@ -77,10 +77,10 @@ def test_each_question_may_have_its_own_limit(case):
 
 def test_stream_gives_the_answer_in_pieces(case):
     pieces = []
-    answer = ask(*case, QUESTIONS[:1], 20, stream=pieces.append)[0]
+    answer = ask(*case, QUESTIONS[:1], 20, on_text=pieces.append)[0]
     assert "".join(pieces) == answer and len(pieces) > 1
     with pytest.raises(RestoreKVError, match="single question"):
-        ask(*case, QUESTIONS, 20, stream=pieces.append)
+        ask(*case, QUESTIONS, 20, on_text=pieces.append)
 
 
 @pytest.mark.parametrize("limit", [0, -1, [1], [1, 2, 3, 0]])

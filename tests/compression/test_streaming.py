@@ -11,7 +11,7 @@ from restorekv import evictors
 from restorekv.compression.compressor import Eviction, compress
 from restorekv.compression.context import CompressedContext
 from restorekv.compression.prepared import CompressionConfig
-from restorekv.compression.streaming import Stream, parts
+from restorekv.compression.streaming import Stream, StreamedContext, parts
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.model import attention
 from restorekv.model.prefill import prefill
@@ -46,10 +46,10 @@ def make_adapter(model, tokens=4):
 
 def stream(model, evictor, ratio, chunk, adapter=None, context=None, tokenizer=None, **conventions):
     context, shape = context or make_text(), CacheShape.of(model)
-    rules = CompressionConfig.make(**conventions)
+    rules = CompressionConfig(**conventions)
     budget = rules.budget(ratio, context, shape.layers, shape.heads, adapter.restore_tokens if adapter else 0)
-    made = Stream(model, tokenizer, context, evictors.make(evictor), rules, budget, adapter)
-    return made, made.run(chunk)
+    made = Stream(StreamedContext(model, tokenizer, context, evictors.make(evictor), rules, chunk, adapter), budget)
+    return made, made.run()
 
 
 def marks(cache, columns):
@@ -76,7 +76,7 @@ def test_one_part_is_the_ordinary_way(tiny_tokenizer, evictor):
 def test_the_stream_itself_with_one_part_keeps_the_same(tiny_tokenizer, evictor):
     model, context = build_model("qwen3"), make_context(tiny_tokenizer, TEXT)
     for policy in ("free", "counted"):
-        plain = Eviction.make(evictor, prefix_policy=policy).prepare(model, tiny_tokenizer, context).at(0.3)
+        plain = Eviction.make(evictor, prefix_policy=policy).prepare(model, tiny_tokenizer, context).evict(0.3)
         whole = stream(model, evictor, 0.3, 999, context=context, tokenizer=tiny_tokenizer, prefix_policy=policy)[1]
         for ours, theirs in zip(whole.layers, plain.layers, strict=True):
             assert all(a.equal(b) for a, b in zip(ours.tensors(), theirs.tensors(), strict=True))
@@ -199,7 +199,7 @@ def test_all_kept_is_all_the_same(tiny_model, tiny_tokenizer, restore_from):
     model, context = tiny_model.double(), make_context(tiny_tokenizer, TEXT)
     adapter, rules = make_adapter(model), {"restore_from": restore_from, "prefix_policy": "counted"}
     with torch.no_grad():
-        plain = Eviction.make("keydiff", adapter, **rules).prepare(model, tiny_tokenizer, context).at(1)
+        plain = Eviction.make("keydiff", adapter, **rules).prepare(model, tiny_tokenizer, context).evict(1)
     _, cache = stream(model, "keydiff", 1, 31, adapter, context, tiny_tokenizer, **rules)
     assert cache.get_seq_length() == plain.get_seq_length() == context.positions + 4
     if restore_from == "full":

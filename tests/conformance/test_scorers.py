@@ -145,10 +145,10 @@ def test_the_bridge_hands_over_a_presss_own_scores(tiny_model, name, prefix, wor
 @pytest.mark.parametrize("name", ["knorm", "keydiff", "tova", "expected attention", "lagkv", "compactor"])
 def test_the_bridge_from_text_to_answers(tiny_model, tiny_tokenizer, name):
     prepared = Eviction(FromKVPress(BRIDGED[name]())).prepare(tiny_model, tiny_tokenizer, TEXT)
-    cache = prepared.at(0.2)
+    cache = prepared.evict(0.2)
     assert prepared.conventions.counted_pairs(cache, prepared.context) == prepared.budget(0.2).pairs
     if (own := name.replace(" ", "-")) in evictors.EVICTORS:
-        ours = Eviction.make(own).prepare(tiny_model, tiny_tokenizer, TEXT).at(0.2)
+        ours = Eviction.make(own).prepare(tiny_model, tiny_tokenizer, TEXT).evict(0.2)
         assert all(a.positions.equal(b.positions) for a, b in zip(cache.layers, ours.layers, strict=True))
     assert ask(tiny_model, tiny_tokenizer, prepared.context, cache, ["Which code?"], 8)
 
@@ -159,7 +159,9 @@ def test_attention_is_the_same_under_kvpresss_wrapper(tiny_model, tiny_tokenizer
 
     def logits():
         prepared = Eviction.make("expected-attention").prepare(tiny_model, tiny_tokenizer, TEXT)
-        return prepared.scores, tiny_model(prepared.context.ids[:, :7], past_key_values=prepared.at(0.2).fork()).logits
+        return prepared.scores, tiny_model(
+            prepared.context.ids[:, :7], past_key_values=prepared.evict(0.2).fork()
+        ).logits
 
     wrapped = logits()
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, attention.NAME, attention.attend)

@@ -9,7 +9,7 @@ import torch
 
 from restorekv.cli.analyze import WHAT, choose
 from restorekv.compression.compressor import Eviction
-from restorekv.compression.prepared import PLAIN
+from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.analysis import compress_side, efficiency
 from restorekv.evaluation.analysis.latency import latencies, random_prepared
@@ -162,7 +162,9 @@ def test_efficiency_compares_base_and_restored(saved, tmp_path, monkeypatch):
     model, tokenizer = load_model(str(saved))
     options = efficiency.Options(("knorm", "kvzap"), 128, "0.2", ("1", "0.2"), repeat=2, steps=3)
     heard = []
-    path = efficiency.measure(model, tokenizer, tmp_path, options, PLAIN, "mine", lambda *told: heard.append(told))
+    path = efficiency.measure(
+        model, tokenizer, tmp_path, options, CompressionConfig(), "mine", lambda *told: heard.append(told)
+    )
     made = json.loads(path.read_text())
     assert path == tmp_path / "efficiency" / "mine.json" and heard[-1][:2] == (5, 5)
     rows = made["compression"]
@@ -179,13 +181,13 @@ def test_efficiency_compares_base_and_restored(saved, tmp_path, monkeypatch):
     assert made["overhead"]["knorm"]["share"] == pytest.approx(expected)
     assert made["overhead"]["knorm"]["peak"] == rows[1]["peak"] - rows[0]["peak"]
     assert made["latency_ratio"].keys() == {"1", "0.2"} and made["conventions"]["latency_context"] == "prefill"
-    assert efficiency.measure(model, tokenizer, tmp_path, options, PLAIN, "mine") == path
+    assert efficiency.measure(model, tokenizer, tmp_path, options, CompressionConfig(), "mine") == path
     with pytest.raises(RestoreKVError, match="was made with tokens 128"):
-        efficiency.measure(model, tokenizer, tmp_path, replace(options, tokens=256), PLAIN, "mine")
+        efficiency.measure(model, tokenizer, tmp_path, replace(options, tokens=256), CompressionConfig(), "mine")
 
 
 def test_base_and_restored_caches_hold_the_same(tiny_model, tiny_tokenizer):
-    prepared = random_prepared(tiny_model, tiny_tokenizer, 100, 3, PLAIN)
+    prepared = random_prepared(tiny_model, tiny_tokenizer, 100, 3, CompressionConfig())
     rows = latencies(prepared, ["1", "0.1"], 2)
     layers, heads, tokens = prepared.scores.shape
     for base, restored, ratio in zip(rows[::2], rows[1::2], (1, 0.1), strict=True):
@@ -236,7 +238,7 @@ def test_the_command_writes_every_file(saved, tmp_path):
 def test_a_measurement_runs_in_a_process_of_its_own(saved):
     model, _ = load_model(str(saved))
     options = efficiency.Options(("knorm",), 128, "0.2", repeat=1)
-    found = efficiency.apart(model, options, PLAIN, "knorm", True)
+    found = efficiency.apart(model, options, CompressionConfig(), "knorm", True)
     assert found["adapter"] == "random" and found["seconds"]["total"] > 0
     with pytest.raises(RestoreKVError, match="restore tokens do not fit"):
-        efficiency.apart(model, replace(options, ratio="0.01"), PLAIN, "knorm", True)
+        efficiency.apart(model, replace(options, ratio="0.01"), CompressionConfig(), "knorm", True)

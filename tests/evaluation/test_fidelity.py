@@ -99,7 +99,7 @@ def test_a_restored_cache_is_given_the_same_ids_behind_its_restore_tokens(world,
     model, tokenizer = load_model(path)
     (sample,) = Plain(contexts=1).samples(tokenizer, "kvpress")
     full, small = (
-        compress(model, tokenizer, sample.context, ratio=ratio, adapter=adapter, on_tight="fewer", between="")
+        compress(model, tokenizer, sample.context, ratio=ratio, adapter=adapter, on_small_budget="fewer", between="")
         for ratio, adapter in ((1, None), ("0.4", str(world / "adapter")))
     )
     assert small.cache.restore == 3

@@ -99,7 +99,10 @@ def test_answers_are_those_of_compress(world, tmp_path):
     for result in run(cells, tmp_path):
         cell = result.cell
         how = {"evictor": "knorm", "adapter": None} if cell.evictor == "full" else vars(cell)
-        how = {key: how[key] for key in ("evictor", "adapter")} | {"prefix_policy": "counted", "on_tight": "fewer"}
+        how = {key: how[key] for key in ("evictor", "adapter")} | {
+            "prefix_policy": "counted",
+            "on_small_budget": "fewer",
+        }
         for sample, line in zip(samples, result.lines, strict=True):
             made = compress(model, tokenizer, sample.context, ratio=cell.ratio, between="", **how)
             prompts = [question_ids(tokenizer, made.context, asked.text) for asked in sample.questions]
@@ -126,7 +129,10 @@ def test_storage_and_streaming_are_fields_of_a_cell(world, counted, tmp_path, mo
     (sample,) = Plain(contexts=1).samples(tokenizer, "kvpress")
     for result in done:
         cell, (line,) = result.cell, result.lines
-        how = {key: getattr(cell, key) for key in ("evictor", "adapter", "ratio", "storage", "streaming", "on_tight")}
+        how = {
+            key: getattr(cell, key)
+            for key in ("evictor", "adapter", "ratio", "storage", "streaming", "on_small_budget")
+        }
         made = compress(model, tokenizer, sample.context, prefix_policy="counted", between="", **how)
         assert made.manifest.streaming == 20 and made.cache.nbytes == line["bytes"]
         told = made.ask([question.text for question in sample.questions], max_new_tokens=4)
@@ -334,7 +340,7 @@ def test_what_cannot_stream_is_refused_before_anything_is_asked(world, tmp_path)
 
 def test_cells_of_older_runs_are_found_again(tmp_path):
     """A name from before `storage` and `streaming` were fields, and a cell.json without them."""
-    cell = Cell("bundled", "bundled:count=104", "am-fast", "0.05", prefix_policy="free", on_tight="fewer")
+    cell = Cell("bundled", "bundled:count=104", "am-fast", "0.05", prefix_policy="free", on_small_budget="fewer")
     told = {key: value for key, value in vars(cell).items() if key not in ("storage", "streaming")}
     name = "bundled_bundled-count=104_kvpress_am-fast_alone_0.05_1a6eb557"
     assert cell.name == name
@@ -356,13 +362,26 @@ def test_cells_are_told_apart_by_everything_in_them():
     cell = Cell("org/model", "plain", "kvzip:chunk=5", "0.5")
     others = {
         "model": "org/other", "benchmark": "plain:contexts=3", "evictor": "kvzip", "ratio": "0.4", "adapter": "a",
-        "restore_tokens": 3, "protocol": "kvzip", "prefix_policy": "free", "on_tight": "clip", "allocation": "per-head",
-        "restore_from": "evicted", "offset": 8, "max_context": 50, "dtype": "bfloat16", "storage": "int8",
-        "streaming": 512,
+        "restore_tokens": 3, "protocol": "kvzip", "prefix_policy": "free", "on_small_budget": "clip",
+        "allocation": "per-head", "restore_from": "evicted", "offset": 8, "max_context": 50, "dtype": "bfloat16",
+        "storage": "int8", "streaming": 512,
     }  # fmt: skip
     assert others.keys() == vars(cell).keys()
     names = {replace(cell, **{field: value}).name for field, value in others.items()} | {cell.name}
     assert len(names) == 17 and all(len(name) < 200 and "/" not in name and ":" not in name for name in names)
+
+
+def test_cells_of_earlier_versions_keep_their_names():
+    """A folder written when `on_small_budget` was called on_tight: its name and its content."""
+    held = {
+        "model": "tiny", "benchmark": "bundled:count=104", "evictor": "kvzip", "ratio": "0.05", "adapter": "auto",
+        "restore_tokens": None, "protocol": "kvpress", "prefix_policy": "free", "on_tight": "fewer",
+        "allocation": "global", "restore_from": "full", "offset": 0, "max_context": 0, "dtype": "auto",
+    }  # fmt: skip
+    cell = Cell.parse(held)
+    assert cell.on_small_budget == "fewer" and cell.told == held
+    assert cell.name == "tiny_bundled-count=104_kvpress_kvzip_restored_0.05_cfe0c510"
+    assert cell.conventions("free").described()["on_tight"] == "fewer", "facts are compared by the old key too"
 
 
 def test_jobs_share_what_can_be_shared():

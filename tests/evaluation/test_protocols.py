@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from restorekv import tasks
-from restorekv.compression.compressor import method
+from restorekv.compression.compressor import make_compressor
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols, worker
 from restorekv.evaluation.run import run
@@ -126,7 +126,7 @@ def test_long_contexts_lose_their_end_and_keep_their_prefix(protocol, tiny_token
     assert shorter.prefix == whole.prefix and shorter.tokens == 7
     assert shorter.ids.equal(whole.ids[:, : whole.prefix + 7]) and shorter.suffix.equal(whole.suffix)
     assert protocol.context("Qwen/Qwen3-4B", tiny_tokenizer, text, whole.positions)[1] == 0
-    with pytest.raises(RestoreKVError, match="no room beside"):
+    with pytest.raises(RestoreKVError, match="no room for a text"):
         protocol.context("Qwen/Qwen3-4B", tiny_tokenizer, text, whole.prefix)
 
 
@@ -158,16 +158,16 @@ def test_what_is_cut_is_told(saved, tmp_path):
     ],
 )
 def test_kvzips_own_settings_where_the_spec_leaves_them(spec, kind, wanted):
-    made = KVZIP.adapted(method(spec), 37).evictor
+    made = KVZIP.adapted(make_compressor(spec), 37).evictor
     assert type(made) is kind and (made.chunk, made.sinks, made.space) == wanted
-    assert KVPRESS.adapted(method(spec), 37) == method(spec)
+    assert KVPRESS.adapted(make_compressor(spec), 37) == make_compressor(spec)
 
 
 @pytest.mark.parametrize("spec", ["snapkv", "h2o", "streaming:sinks=4", "contrastkv", "am-fast"])
 def test_other_methods_stay_as_they_are(spec):
-    made = KVZIP.adapted(method(spec), 37)
-    assert KVPRESS.adapted(method(spec), 37) == method(spec)
-    assert made == method(spec) or isinstance(made.evictor, KVzip)
+    made = KVZIP.adapted(make_compressor(spec), 37)
+    assert KVPRESS.adapted(make_compressor(spec), 37) == make_compressor(spec)
+    assert made == make_compressor(spec) or isinstance(made.evictor, KVzip)
 
 
 def test_the_settings_reach_the_evictor(saved, tmp_path, monkeypatch):

@@ -245,7 +245,7 @@ def test_scoring_leaves_the_cache_alone(tiny_model, tiny_tokenizer, context, nam
 def test_end_to_end_with_exact_pairs(tiny_model, tiny_tokenizer, context, name, policy):
     eviction = Eviction.make(f"{name}:chunk=40", prefix_policy=policy)
     prepared = eviction.prepare(tiny_model, tiny_tokenizer, context)
-    cache = prepared.at(0.2)
+    cache = prepared.evict(0.2)
     columns = context.tokens if policy == "free" else context.positions
     counted = cache.pairs - (cache.pairs_of_prefix(context.prefix) if policy == "free" else 0)
     assert counted == columns * 3 * 2 // 5

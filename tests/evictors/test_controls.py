@@ -9,7 +9,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import sdpa_mask
 
 from restorekv.compression.budget import Budget
-from restorekv.compression.compressor import Eviction, compress, method
+from restorekv.compression.compressor import Eviction, compress, make_compressor
 from restorekv.compression.context import CompressedContext
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import AdapterError, BudgetError, RestoreKVError, RestoreKVWarning
@@ -46,14 +46,14 @@ def logits(model, cache, asked):
 def test_an_offset_moves_the_question_and_nothing_else(tiny_model, tiny_tokenizer):
     prepared = Eviction.make("kvzip", offset=8).prepare(tiny_model, tiny_tokenizer, TEXT)
     asked = question_ids(tiny_tokenizer, prepared.context, QUESTION)
-    cache, context = prepared.at(1), prepared.context
+    cache, context = prepared.evict(1), prepared.context
     assert cache.restore == 0 and cache.get_seq_length() == context.positions + 8
     full = prefill(tiny_model, context.ids)
     later = torch.arange(context.positions + 8, context.positions + 8 + asked.shape[1])[None]
     with torch.no_grad():
         exact = tiny_model(asked, past_key_values=full, position_ids=later).logits
     torch.testing.assert_close(logits(tiny_model, cache, asked), exact, rtol=1e-3, atol=1e-4)
-    plain = Eviction.make("kvzip").prepare(tiny_model, tiny_tokenizer, TEXT).at(1)
+    plain = Eviction.make("kvzip").prepare(tiny_model, tiny_tokenizer, TEXT).evict(1)
     assert not logits(tiny_model, plain, asked).allclose(exact, rtol=1e-3, atol=1e-3)
     assert cache.pairs == plain.pairs and cache.nbytes == plain.nbytes
 
@@ -78,11 +78,11 @@ def test_restored_from_the_evicted_cache(tiny_model, tiny_tokenizer):
     context = before.context
     assert after.full.get_seq_length() == context.positions
     for ratio in (1, 0.5, 0.2):
-        one, other = before.at(ratio), after.at(ratio)
+        one, other = before.evict(ratio), after.evict(ratio)
         assert one.pairs == other.pairs and one.lengths.equal(other.lengths) and other.restore == TOKENS
         assert one.get_seq_length() == other.get_seq_length()
     # The definition: the n tokens read what eviction left, as any question would.
-    kept = after.at(0.2)
+    kept = after.evict(0.2)
     keep = after.conventions.allocation(after.competing(), after.budget(0.2).retained)
     mask = torch.cat([keep.new_ones(*keep.shape[:2], context.prefix), keep], -1)
     states = masked_restore(tiny_model, adapter, prefill(tiny_model, context.ids), mask)
@@ -115,11 +115,11 @@ def masked_restore(model, adapter, full, keep):
 
 
 def test_fewer_restore_tokens_from_the_evicted_cache(tiny_model, tiny_tokenizer):
-    eviction = Eviction.make("kvzip", make_adapter(tiny_model, 16), restore_from="evicted", on_tight="fewer")
+    eviction = Eviction.make("kvzip", make_adapter(tiny_model, 16), restore_from="evicted", on_small_budget="fewer")
     prepared = eviction.prepare(tiny_model, tiny_tokenizer, TEXT)
-    cache = prepared.at(5 / prepared.context.tokens)
+    cache = prepared.evict(5 / prepared.context.tokens)
     assert 0 < cache.restore <= 5 and cache.pairs > 0
-    assert prepared.at(0.05, restored=False).restore == 0
+    assert prepared.evict(0.05, 0).restore == 0
 
 
 @pytest.mark.parametrize("restore_from", ["full", "evicted"])
@@ -166,11 +166,13 @@ def test_lora_only_where_it_is_wanted(targets):
 @pytest.mark.parametrize("n", [1, 2, 16])
 def test_any_number_of_restore_tokens(tiny_model, tiny_tokenizer, n):
     prepared = Eviction.make("kvzip", make_adapter(tiny_model, n)).prepare(tiny_model, tiny_tokenizer, TEXT)
-    cache = prepared.at(0.3)
-    assert cache.restore == n and cache.pairs == prepared.at(0.3, restored=False).pairs
+    cache = prepared.evict(0.3)
+    assert cache.restore == n and cache.pairs == prepared.evict(0.3, 0).pairs
 
 
-@pytest.mark.parametrize("bad", [{"restore_from": "half"}, {"offset": -1}, {"allocation": "best"}, {"on_tight": "x"}])
+@pytest.mark.parametrize(
+    "bad", [{"restore_from": "half"}, {"offset": -1}, {"allocation": "best"}, {"on_small_budget": "x"}]
+)
 def test_unknown_conventions_are_refused(bad):
     with pytest.raises(RestoreKVError):
         Eviction.make("kvzip", **bad)
@@ -182,7 +184,7 @@ def test_a_rectangular_cache_is_a_plain_one(tiny_model, tiny_tokenizer, restored
     adapter = make_adapter(tiny_model) if restored else None
     eviction = Eviction.make("snapkv", adapter, allocation="per-head", prefix_policy=policy)
     prepared = eviction.prepare(tiny_model, tiny_tokenizer, TEXT)
-    cache = prepared.at(0.31)
+    cache = prepared.evict(0.31)
     plain = cache.to_dynamic_cache()
     assert isinstance(plain, DynamicCache) and not isinstance(plain, type(cache))
     assert plain.get_seq_length() * plain.layers[0].keys.shape[1] * len(plain.layers) == cache.pairs
@@ -202,7 +204,7 @@ def test_transformers_answers_from_a_plain_cache_as_we_do(tiny_model, tiny_token
     adapter = make_adapter(tiny_model) if restored else None
     options = {"evictor": "random", "ratio": 0.2, "adapter": adapter, "allocation": "per-head"}
     made = compress(tiny_model, tiny_tokenizer, TEXT, **options)
-    plain, inputs = made.cache.to_dynamic_cache(), made.plain_inputs(QUESTION)
+    plain, inputs = made.cache.to_dynamic_cache(), made.inputs(QUESTION, plain=True)
     held = plain.get_seq_length()
     told = tiny_model.generate(
         **inputs, past_key_values=plain, max_new_tokens=8, do_sample=False, eos_token_id=2, pad_token_id=0
@@ -215,7 +217,7 @@ def test_transformers_answers_from_a_plain_cache_as_we_do(tiny_model, tiny_token
 def test_a_ragged_cache_is_not_a_plain_one(tiny_model, tiny_tokenizer):
     prepared = Eviction.make("kvzip").prepare(tiny_model, tiny_tokenizer, TEXT)
     with pytest.raises(RestoreKVError, match="per-head"):
-        prepared.at(0.3).to_dynamic_cache()
+        prepared.evict(0.3).to_dynamic_cache()
 
 
 @pytest.mark.parametrize("allocation", ["global", "per-layer", "per-head", "adakv"])
@@ -225,7 +227,7 @@ def test_every_allocation_fills_the_budget(tiny_model, tiny_tokenizer, allocatio
     prepared = Eviction.make("kvzip", adapter, allocation=allocation).prepare(tiny_model, tiny_tokenizer, TEXT)
     shape, context = prepared.scores.shape, prepared.context
     for ratio in ("1", "0.333", "0.1"):
-        budget, cache = prepared.budget(ratio), prepared.at(ratio)
+        budget, cache = prepared.budget(ratio), prepared.evict(ratio)
         assert cache.pairs - context.prefix * shape[0] * shape[1] == budget.total
         if allocation == "per-head":
             assert len(cache.lengths.unique()) == 1 and budget.whole_tokens
@@ -253,7 +255,7 @@ def test_controls_that_would_do_nothing_are_refused(tiny_model, tiny_tokenizer):
     with pytest.raises(RestoreKVError, match="no adapter"):
         compress(tiny_model, tiny_tokenizer, TEXT, ratio=0.3, adapter=None, restore_from="evicted")
     with pytest.raises(RestoreKVError, match="no restore pass"):
-        method("am-fast", CompressionConfig.make(restore_from="evicted"))
+        make_compressor("am-fast", CompressionConfig(restore_from="evicted"))
     moved = Eviction.make("knorm", offset=5).prepare(tiny_model, tiny_tokenizer, TEXT)
     with pytest.raises(RestoreKVError, match="offset"):
         moved.with_restore_cache(adapter)
@@ -283,6 +285,6 @@ def test_a_ready_budget_must_fit_the_allocation(tiny_model, tiny_tokenizer):
         % (layers * heads)
     )  # fmt: skip
     with pytest.raises(BudgetError, match="whole tokens"):
-        prepared.at(loose)
+        prepared.evict(loose)
     whole = Budget.of_ratio(loose.ratio, tokens, layers, heads, whole_tokens=True)
-    assert len(prepared.at(whole).lengths.unique()) == 1
+    assert len(prepared.evict(whole).lengths.unique()) == 1

@@ -42,7 +42,7 @@ def test_scores_budget_restore_file_and_answer(tiny_model, tiny_tokenizer, tmp_p
     assert prepared.scores.dtype == torch.float32 and not prepared.scores.isnan().any()
     for ratio in ("0.5", "0.07"):
         budget = prepared.budget(ratio)
-        assert prepared.conventions.counted_pairs(prepared.at(ratio), context) == budget.total
+        assert prepared.conventions.counted_pairs(prepared.evict(ratio), context) == budget.total
     made = compress(model, tiny_tokenizer, TEXT, evictor=spec, ratio=0.3, adapter=adapter, allocation=allocation)
     assert made.manifest.evictor == evictors.make(spec).identity(model) and made.manifest.allocation == allocation
     made.save(tmp_path / "doc.rkv")
@@ -87,7 +87,7 @@ def test_a_counted_prefix_is_given_up_first(tiny_model, tiny_tokenizer, tmp_path
     prefix, context = 9, make_context(tiny_tokenizer, TEXT)
     context = replace(context, prefix=prefix)  # more than the four columns that always stay
     prepared = Eviction.make(spec, prefix_policy="counted").prepare(tiny_model, tiny_tokenizer, context)
-    for layer in prepared.at(0.5).layers:
+    for layer in prepared.evict(0.5).layers:
         assert not ((layer.positions >= 4) & (layer.positions < prefix)).any()
         assert sum(int(position) < 4 for position in layer.positions) == 4 * layer.heads
 

@@ -214,7 +214,7 @@ def test_from_the_model_to_a_cache(tiny_model, spec):
     assert prepared.scores.equal(again.scores)
     assert all(mine.keys.equal(its.keys) for mine, its in zip(prepared.full.layers, plain.layers, strict=True))
     for ratio in ("0.2", "1"):
-        assert prepared.at(ratio).pairs == prepared.budget(ratio).pairs + 3 * 2 * context.prefix
+        assert prepared.evict(ratio).pairs == prepared.budget(ratio).pairs + 3 * 2 * context.prefix
     rough = eviction.prepare(tiny_model.bfloat16(), None, context).scores
     assert rough.dtype == torch.float32 and rough.isfinite().all()
 

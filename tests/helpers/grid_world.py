@@ -53,7 +53,7 @@ def grid(model: str, benchmark: str, evictors=("kvzip",), ratios=("0.5", "0.3"),
     """The full cache, and every evictor at every ratio with every adapter."""
     shared = {"model": model, "benchmark": benchmark, **common}
     return [Cell.full(**shared)] + [
-        Cell(evictor=evictor, ratio=ratio, adapter=adapter, on_tight="fewer", **shared)
+        Cell(evictor=evictor, ratio=ratio, adapter=adapter, on_small_budget="fewer", **shared)
         for evictor in evictors
         for adapter in adapters
         for ratio in ratios

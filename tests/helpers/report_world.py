@@ -28,7 +28,7 @@ def facts_of(cell: Cell, samples: int, **changes: object) -> dict:
     return {
         "model": cell.model, "fingerprint": f"{cell.protocol:f<16}", "dtype": "float32",
         "rope": {"rope_theta": 10000.0}, "shape": {"layers": LAYERS, "heads": HEADS, "head_dim": DIM, "hidden": 128},
-        "prefix_policy": policy, "on_tight": cell.on_tight, "allocation": cell.allocation,
+        "prefix_policy": policy, "on_tight": cell.on_small_budget, "allocation": cell.allocation,
         "restore_from": cell.restore_from, "offset": cell.offset, "budget": "B = floor(r T L H), exact",
         "method": cell.evictor + (f":chunk=2000,sinks={PREFIX['kvzip']}" if cell.protocol == "kvzip" else ""),
         "adapter": adapter if cell.restored else None,

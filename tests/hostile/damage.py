@@ -16,7 +16,26 @@ import torch
 from torch import Tensor
 
 BLANK = "0" * 64
-ODD = (None, True, -1, 0, 1, 2**31, 2**63, 2**70, 1.5, float("nan"), float("inf"), "", "x", "1/0", [], [[]], {}, {"a": 1})
+ODD = (
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2**31,
+    2**63,
+    2**70,
+    1.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "1/0",
+    [],
+    [[]],
+    {},
+    {"a": 1},
+)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.int32, torch.int64, torch.bool)
 
 
@@ -182,7 +201,9 @@ def missing_field(rng: random.Random, file: File) -> bytes:
 
 def wrong_number(rng: random.Random, file: File) -> bytes:
     """A number of the manifest that the tensors contradict."""
-    name = rng.choice(("prefix", "tokens", "restore_tokens", "pairs_of_prefix", "pairs_held", "bytes_full", "bytes_held"))
+    name = rng.choice(
+        ("prefix", "tokens", "restore_tokens", "pairs_of_prefix", "pairs_held", "bytes_full", "bytes_held")
+    )
     file.manifest[name] += rng.choice((-1, 1, 2, 1000))
     return file.sealed()
 
@@ -197,11 +218,24 @@ def odd_json(rng: random.Random, file: File) -> bytes:
     """A manifest that is no JSON object, or one that no program should read to its end."""
     whole = json.dumps(file.manifest)
     return file.sealed(
-        rng.choice((
-            "", "[]", "null", "7", '"x"', "{", whole[:-1], whole + "x", "[" * 100_000, '{"a":' * 5000 + "1" + "}" * 5000,
-            whole.replace('"tokens": ', '"tokens": ' + "9" * 6000), whole.replace('"rope": {', '"rope": {"x": NaN, '),
-            whole[:-1] + ', "tokens": 5}', whole.replace('"model": "', '"model": "\\ud800'),
-        ))  # fmt: skip
+        rng.choice(
+            (
+                "",
+                "[]",
+                "null",
+                "7",
+                '"x"',
+                "{",
+                whole[:-1],
+                whole + "x",
+                "[" * 100_000,
+                '{"a":' * 5000 + "1" + "}" * 5000,
+                whole.replace('"tokens": ', '"tokens": ' + "9" * 6000),
+                whole.replace('"rope": {', '"rope": {"x": NaN, '),
+                whole[:-1] + ', "tokens": 5}',
+                whole.replace('"model": "', '"model": "\\ud800'),
+            )
+        )  # fmt: skip
     )
 
 

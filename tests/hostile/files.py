@@ -70,7 +70,11 @@ def serve(connection) -> None:
             loaded = CompressedContext.load(path, model, tokenizer)
             loaded.ask("Who owns the red house?", 2)
             execute(["inspect", str(path)])
-            verdict = "equal" if contents(loaded) in [contents(CompressedContext.load(p, model, tokenizer)) for p in good] else "different"
+            verdict = (
+                "equal"
+                if contents(loaded) in [contents(CompressedContext.load(p, model, tokenizer)) for p in good]
+                else "different"
+            )
         except RestoreKVError as error:
             verdict = "refused" if str(error).strip() and "\n" not in str(error) else f"not a sentence: {error!r}"
             if execute(["inspect", str(path)]) == 0:
@@ -86,7 +90,10 @@ def contents(loaded) -> str:
 
     digest = hashlib.sha256(json.dumps([loaded.context.suffix_text, loaded.context.between]).encode())
     for tensor in (loaded.context.ids, loaded.context.suffix, *(x for y in loaded.cache.layers for x in y.tensors())):
-        digest.update(repr((tensor.dtype, tuple(tensor.shape))).encode() + tensor.contiguous().view(-1).numpy(force=True).tobytes())
+        digest.update(
+            repr((tensor.dtype, tuple(tensor.shape))).encode()
+            + tensor.contiguous().view(-1).numpy(force=True).tobytes()
+        )
     return digest.hexdigest()
 
 

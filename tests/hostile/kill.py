@@ -85,7 +85,9 @@ def page(folder: Path) -> str:
     path = folder / "paper" / "report" / "paper.json"
     if not path.exists():
         return "nothing"
-    return hashlib.sha256(json.dumps(json.loads(path.read_text()).get("exhibits"), sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        json.dumps(json.loads(path.read_text()).get("exhibits"), sort_keys=True).encode()
+    ).hexdigest()[:16]
 
 
 WORKS = {
@@ -135,7 +137,9 @@ def prepare(folder: Path, work: Work, old: Path) -> None:
 def start(work: Work, folder: Path) -> subprocess.Popen:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [str(part) for part in work.command(folder)]
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    )
 
 
 def finish(work: Work, folder: Path) -> tuple[float, str]:
@@ -151,7 +155,9 @@ def leftovers(folder: Path) -> list[str]:
     return [path.name for path in folder.rglob("*") if path.name.endswith(".tmp")]
 
 
-def moment(name: str, work: Work, number: int, seed: int, seconds: float, results: set[str], old: Path, place: Path) -> str:
+def moment(
+    name: str, work: Work, number: int, seed: int, seconds: float, results: set[str], old: Path, place: Path
+) -> str:
     """What was wrong after a death at one moment, or nothing."""
     folder = place / f"{name}{number}"
     prepare(folder, work, old)

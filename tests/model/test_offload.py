@@ -109,7 +109,7 @@ def test_one_layer_is_in_the_process(evictor, tiny_tokenizer, monkeypatch):
     with torch.no_grad():
         prepared = Eviction.make(evictor, adapter).prepare(model, tiny_tokenizer, context, offload=True)
         assert len(prepared.full.layers[0].store.maps) == 5
-        prepared.at(0.3, last=True)
+        prepared.evict(0.3, consume=True)
     assert not prepared.full.layers[0].store.maps
     assert len(seen) > 10 and 0 < max(seen) - before <= layer + 4 * 4096
 

@@ -143,7 +143,7 @@ def test_every_cell_can_be_asked(setting, real):
 def test_exhibits_share_cells(setting):
     """KVzip at r = 0.05 stands in nine tables and is asked once; all of KVzip's cells share one preparation."""
     made = chosen("", setting)
-    base = Cell("bundled", "bundled:count=104", "kvzip", "0.05", prefix_policy="free", on_tight="fewer")
+    base = Cell("bundled", "bundled:count=104", "kvzip", "0.05", prefix_policy="free", on_small_budget="fewer")
     assert sum(base in {need.cell for need in plan.needs(exhibit, setting)} for exhibit in made) == 9
     cells = plan.cells(made, setting)
     assert cells.count(base) == 1 and 100 < len(cells) < 160

@@ -61,7 +61,7 @@ def test_every_benchmark_ships(tmp_path, package):
             )  # fmt: skip
             assert not getattr(tasks.make(spec), "path", "")
     assert setting.benches["ruler"].spec == "ruler:length=1024,per_task=4"
-    assert setting.conventions == {"prefix_policy": "free", "on_tight": "fewer"}
+    assert setting.conventions == {"prefix_policy": "free", "on_small_budget": "fewer"}
 
 
 def test_the_tasks_of_longbench_are_those_that_are_asked(tmp_path, tiny_tokenizer):

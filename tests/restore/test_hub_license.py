@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 
-from restorekv.compression.compressor import compress, load_adapter, method
+from restorekv.compression.compressor import compress, load_adapter, make_compressor
 from restorekv.errors import AdapterError, RestoreKVWarning
 from restorekv.restore import publish
 from restorekv.restore.adapter import RestoreAdapter
@@ -131,16 +131,16 @@ def test_published_by_name_through_the_hub(model, tiny_tokenizer, tmp_path, monk
     folder = published(model, tmp_path / "files", NC)
     with local_hub(monkeypatch, tmp_path / "cache") as there:
         there.private[name], there.commits[name] = False, [{p.name: p.read_bytes() for p in folder.iterdir()}]
-        plus = method("kvzip+")
+        plus = make_compressor("kvzip+")
         adapter, heard = with_warnings(lambda: load_adapter(model, "published", plus))
         assert adapter.card.source == name and adapter.card.evictor == "kvzip+"
         assert len(heard) == 2 and all(line.count("higokri/RestoreKV-Qwen3-8B_plus") == 1 for line in heard)
         assert "cc-by-nc-4.0: not for commercial use" in heard[0] and "YaRN" in heard[0]
         assert "prefix_policy='counted'" in heard[1]
         with pytest.raises(AdapterError, match="no published adapter for Qwen/Qwen3-8B and snapkv"):
-            load_adapter(model, "published", method("snapkv"))
+            load_adapter(model, "published", make_compressor("snapkv"))
         with pytest.raises(AdapterError, match="nor can it be fetched"):
-            load_adapter(model, "published", method("kvzip"))
+            load_adapter(model, "published", make_compressor("kvzip"))
         text = "the code of the red house is seven " * 20
         small, heard = with_warnings(
             lambda: compress(

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CohereForCausalLM, GraniteForCausalLM
 
-from restorekv.compression.prepared import PreparedContext
+from restorekv.compression.prepared import ScoredContext
 from restorekv.errors import AdapterError, RestoreKVError, RestoreKVWarning
 from restorekv.model import attention
 from restorekv.model.attention import cascade
@@ -125,10 +125,10 @@ def test_a_generated_answer_ends_with_one_stop_id(tiny_tokenizer):
 def test_without_restoring_the_student_is_the_base_evictor(tiny_model, tiny_tokenizer):
     lessons = TeacherCache(tiny_model, tiny_tokenizer, EXAMPLES, CONFIG)
     prepared, taught = lessons[1]
-    alone = answer_logits(tiny_model, prepared.at(0.3), [taught[0].ids], [taught[0].answer])
-    both = answer_logits(tiny_model, prepared.at(0.3), [lesson.ids for lesson in taught], [x.answer for x in taught])
+    alone = answer_logits(tiny_model, prepared.evict(0.3), [taught[0].ids], [taught[0].answer])
+    both = answer_logits(tiny_model, prepared.evict(0.3), [lesson.ids for lesson in taught], [x.answer for x in taught])
     torch.testing.assert_close(both[: taught[0].answer], alone, rtol=1e-4, atol=1e-4)
-    full = answer_logits(tiny_model, prepared.at(1), [taught[0].ids], [taught[0].answer])
+    full = answer_logits(tiny_model, prepared.evict(1), [taught[0].ids], [taught[0].answer])
     assert (full - alone).abs().max() > 1e-3
 
 
@@ -139,7 +139,7 @@ def test_the_first_figures_are_those_of_the_full_cache_and_of_the_evictor_alone(
     prepared, taught = lessons[1]
     rows, answers = [lesson.ids for lesson in taught], [lesson.answer for lesson in taught]
     teacher = tiny_model.lm_head(torch.cat([lesson.hidden for lesson in taught]))
-    base = divergence(teacher, answer_logits(tiny_model, prepared.at(0.4), rows, answers)).mean()
+    base = divergence(teacher, answer_logits(tiny_model, prepared.evict(0.4), rows, answers)).mean()
     assert found.base == pytest.approx(float(base), rel=1e-4) and found.full < 1e-4 < found.base
     assert found.restored != found.base and f"{found.base:.4f} evicted" in str(found)
 
@@ -156,9 +156,9 @@ def test_a_mistake_is_found_before_the_first_step(tiny_tokenizer, tmp_path, monk
         right = cascade.attend
         monkeypatch.setattr(cascade, "attend", lambda q, layer, mask, scale: right(q, layer, mask, 2 * scale))
     else:
-        whole = PreparedContext.with_restore_cache
+        whole = ScoredContext.with_restore_cache
         monkeypatch.setattr(
-            PreparedContext,
+            ScoredContext,
             "with_restore_cache",
             lambda self, adapter: replace(whole(self, adapter), scores=-self.scores),
         )

@@ -31,7 +31,7 @@ def make_adapter(model):
 
 def student_loss(model, prepared, adapter):
     """The student's cache and a loss of its answers to three questions."""
-    student = prepared.with_restore_cache(adapter).at(0.3)
+    student = prepared.with_restore_cache(adapter).evict(0.3)
     return student, model(QUESTIONS, past_key_values=student.fork(3)).logits.square().mean()
 
 

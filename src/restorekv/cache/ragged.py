@@ -191,7 +191,7 @@ class RaggedCache(Cache):
         """Returns a plain transformers cache with copies of context and restore cache.
 
         transformers takes a plain cache's length for the number of tokens seen, which is too low here: pass
-        position_ids that start at `get_seq_length()` of this cache, as `CompressedContext.plain_inputs` does.
+        position_ids that start at `get_seq_length()` of this cache, as `CompressedContext.inputs(plain=True)` does.
         Refuses heads of different lengths and a bias.
         """
         if len(self.lengths.unique()) > 1 or any(layer.bias is not None for layer in self.layers):

@@ -12,7 +12,7 @@ from restorekv import tasks
 from restorekv.cli import options
 from restorekv.cli.session import bar, notes, output, phase, quiet
 from restorekv.compression.budget import exact_ratio
-from restorekv.compression.compressor import Eviction, load_adapter, method
+from restorekv.compression.compressor import Eviction, load_adapter, make_compressor
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
@@ -39,7 +39,7 @@ def run(
     model: options.Model = "bundled",
     restore_tokens: options.RestoreTokens = None,
     prefix_policy: Annotated[str | None, typer.Option(help="free or counted; else the protocol's.")] = None,
-    on_tight: options.OnTight = "fewer",
+    on_small_budget: options.OnSmallBudget = "fewer",
     allocation: options.Allocation = "global",
     restore_from: options.RestoreFrom = "full",
     offset: options.Offset = 0,
@@ -56,8 +56,8 @@ def run(
     ratios = sorted(map(str, ratio), key=exact_ratio, reverse=True)
     measured = efficiency.Options(tuple(scorer), tokens, ratios[-1], repeat=repeat, latency_context=latency_context)
     policy = prefix_policy or way.prefix_policy
-    conventions = CompressionConfig.make(policy, on_tight, allocation, restore_from, offset)
-    uncontrolled = CompressionConfig.make(policy, on_tight, allocation)
+    conventions = CompressionConfig(policy, on_small_budget, allocation, restore_from, offset)
+    uncontrolled = CompressionConfig(policy, on_small_budget, allocation)
     name, source = named(evictor)
     for each in (name, *scorer):
         check(each)
@@ -89,7 +89,7 @@ def choose(what: str) -> list[str]:
 
 def check(name: str) -> None:
     """Refuses, before a model is loaded, what is no evictor."""
-    if not isinstance(method(name), Eviction):
+    if not make_compressor(name).restores:
         raise RestoreKVError(f"{name} is no evictor, so no pair of the context survives in it; name an evictor.")
 
 
@@ -97,7 +97,7 @@ def restoring(
     model: PreTrainedModel, name: str, source: str | None, conventions: CompressionConfig, restore_tokens: int | None
 ) -> Eviction:
     """The evictor with its adapter, if it has one."""
-    base = Eviction.make(name, None, **conventions.described())
+    base = replace(Eviction.make(name), conventions=conventions)
     adapter = load_adapter(model, "auto" if source == SHIPPED else source, base, restore_tokens)
     return replace(base, adapter=adapter) if adapter else base
 

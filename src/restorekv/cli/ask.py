@@ -1,7 +1,7 @@
 """`restorekv ask doc.rkv ... "question" ...`: answers from a cache file, or from several in one batch."""
 
 import time
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Annotated
 
@@ -23,14 +23,14 @@ def run(
     model: Annotated[
         str | None, typer.Option(help=f"The model, unless it is the one that the file names: {options.MODEL_HELP}")
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: options.Device = "cpu",
+    dtype: options.Dtype = "auto",
     json: Annotated[Path | None, typer.Option(help="Write questions and answers here, for programs.")] = None,
 ) -> None:
     files = [file, *map(Path, takewhile(lambda word: word.endswith(".rkv"), questions))]
     questions = questions[len(files) - 1 :]
     if not questions:
-        raise RestoreKVError("There is no question behind the cache files; ask something.")
+        raise RestoreKVError("There is no question after the cache files; ask something.")
     if not all(question.strip() for question in questions):
         raise RestoreKVError("A question is empty; ask something.")
     if max_new_tokens < 1:
@@ -41,18 +41,18 @@ def run(
         read_header(each)  # refuses most wrong files before a model is loaded
     loaded, tokenizer = open_model(model or str(verify(file)["model"]), dtype, device)
     compressed = [CompressedContext.load(each, loaded, tokenizer) for each in files]
-    begun = time.perf_counter()
+    start = time.perf_counter()
     rows = [{"file": str(each), "question": question} for each in files for question in questions]
     if len(rows) == 1:
         answers = [compressed[0].ask(questions[0], max_new_tokens, stream=True)]
     else:
         with phase(f"answering {len(rows)} questions"):
-            found = ask_many([(each, questions) for each in compressed], max_new_tokens)
-        answers = [answer for own in found for answer in own]
+            by_file = ask_many([(each, questions) for each in compressed], max_new_tokens)
+        answers = list(chain.from_iterable(by_file))
         for row, answer in zip(rows, answers, strict=True):
             title = f"{row['file']}: {row['question']}" if len(files) > 1 else row["question"]
             output.print(Text(title, style="bold"), soft_wrap=True)
             output.print(Text("  " + answer.strip()), soft_wrap=True)
     if json:
-        told = [{**row, "answer": answer} for row, answer in zip(rows, answers, strict=True)]
-        write_json(json, {"answers": told, "seconds": round(time.perf_counter() - begun, 4)})
+        lines = [{**row, "answer": answer} for row, answer in zip(rows, answers, strict=True)]
+        write_json(json, {"answers": lines, "seconds": round(time.perf_counter() - start, 4)})

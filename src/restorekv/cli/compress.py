@@ -1,7 +1,6 @@
 """`restorekv compress FILE -o doc.rkv`: text in, cache file out."""
 
 import time
-from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +12,7 @@ from restorekv.cache.quantized import check as check_storage
 from restorekv.cli import options
 from restorekv.cli.session import figures_table, method_of, notes, open_model, output, read_text
 from restorekv.compression.budget import exact_ratio
-from restorekv.compression.compressor import chosen_evictor, compress, method
+from restorekv.compression.compressor import chosen_evictor, compress, make_compressor
 from restorekv.compression.context import CompressedContext, size
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import BudgetError
@@ -33,7 +32,7 @@ def run(
     restore_tokens: options.RestoreTokens = None,
     model: options.Model = "bundled",
     prefix_policy: options.PrefixPolicy = "free",
-    on_tight: options.OnTight = "error",
+    on_small_budget: options.OnSmallBudget = "error",
     allocation: options.Allocation = "global",
     restore_from: options.RestoreFrom = "full",
     offset: options.Offset = 0,
@@ -44,36 +43,33 @@ def run(
     dtype: options.Dtype = "auto",
     json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
 ) -> None:
-    conventions = {
-        "prefix_policy": prefix_policy, "on_tight": on_tight, "allocation": allocation,
-        "restore_from": restore_from, "offset": offset,
-    }  # fmt: skip
     evictor = checked(ratio, tokens_per_head, evictor, preset, storage)
-    method(evictor, CompressionConfig.make(**conventions))
+    make_compressor(evictor, CompressionConfig(prefix_policy, on_small_budget, allocation, restore_from, offset))
     for target in filter(None, (out, json)):
         check_target(target)
     text = read_text(file)
     loaded, tokenizer = open_model(model, dtype, device)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     with notes.status("compressing") as status:
         compressed = compress(
             loaded, tokenizer, text, evictor=evictor, ratio=ratio, tokens_per_head=tokens_per_head,
-            adapter=None if adapter == "none" else adapter, restore_tokens=restore_tokens, storage=storage,
-            streaming=streaming, offload=offload, progress=status.update,
-            **conventions,
+            adapter=None if adapter == "none" else adapter, restore_tokens=restore_tokens,
+            prefix_policy=prefix_policy, on_small_budget=on_small_budget, allocation=allocation,
+            restore_from=restore_from, offset=offset,
+            storage=storage, streaming=streaming, offload=offload, progress=status.update,
         )  # fmt: skip
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
         status.update("saving")
         compressed.save(out)
     output.print(figures_table(f"Wrote {escape(str(out))}", summary(compressed, out, seconds)))
     if json:
-        write_json(json, {"file": str(out), "file_bytes": out.stat().st_size, **asdict(compressed.manifest)})
+        write_json(json, {"file": str(out), "file_bytes": out.stat().st_size, **compressed.manifest.described()})
 
 
 def checked(
     ratio: str | None, tokens_per_head: int | None, evictor: str | None, preset: str | None, storage: str
 ) -> str:
-    """The evictor's spec; refuses what could not be done before a model is loaded."""
+    """Returns the evictor's spec; refuses, before a model is loaded, what could not be done."""
     if ratio is not None and tokens_per_head is not None:
         raise BudgetError("Give either --ratio or --tokens-per-head, not both.")
     if ratio is not None:
@@ -83,7 +79,7 @@ def checked(
 
 
 def summary(compressed: CompressedContext, out: Path, seconds: float) -> dict[str, str]:
-    """What a person wants to know of a cache just made."""
+    """Returns what a person wants to know about a cache that was just made."""
     m = compressed.manifest
     full = (m.prefix + m.tokens) * m.shape["layers"] * m.shape["heads"]
     return {

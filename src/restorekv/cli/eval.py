@@ -38,7 +38,7 @@ def run(
     seed: Annotated[list[int] | None, typer.Option(help="Seed of each benchmark; repeatable.")] = None,
     restore_tokens: options.RestoreTokens = None,
     prefix_policy: Annotated[str | None, typer.Option(help="free or counted; else the protocol's.")] = None,
-    on_tight: options.OnTight = "fewer",
+    on_small_budget: options.OnSmallBudget = "fewer",
     allocation: options.Allocation = "global",
     restore_from: options.RestoreFrom = "full",
     offset: options.Offset = 0,
@@ -52,9 +52,9 @@ def run(
     json: Annotated[Path | None, typer.Option(help="Write rows, conventions and every answer here too.")] = None,
 ) -> None:
     common = {
-        "prefix_policy": prefix_policy, "on_tight": on_tight, "allocation": allocation, "restore_from": restore_from,
-        "offset": offset, "max_context": max_context, "dtype": dtype, "restore_tokens": restore_tokens,
-        "streaming": streaming or 0,
+        "prefix_policy": prefix_policy, "on_small_budget": on_small_budget, "allocation": allocation,
+        "restore_from": restore_from, "offset": offset, "max_context": max_context, "dtype": dtype,
+        "restore_tokens": restore_tokens, "streaming": streaming or 0,
     }  # fmt: skip
     methods = [named(each) for each in evictor]
     cells = Grid(model, methods, benchmark, protocol, ratio, seed or (), count, storage, common).cells()

@@ -56,7 +56,7 @@ def run(
 
 
 def find_tokenizer(survivors: Survivors, model: str | None) -> Tokenizer | None:
-    """The one asked for, else that of the model the file names or of the bundled one if its template fits."""
+    """Returns the tokenizer asked for, or that of the file's model or the bundled one if its template fits."""
     if model is not None:
         return load_tokenizer(model)
     for name in (survivors.manifest.model, BUNDLED):
@@ -70,13 +70,14 @@ def find_tokenizer(survivors: Survivors, model: str | None) -> Tokenizer | None:
 
 
 def facts(survivors: Survivors) -> dict[str, str]:
-    """How the file was made and what it holds."""
+    """Returns how the file was made and what it holds."""
     m = survivors.manifest
     full = survivors.keep.numel()
     return {
         "model": f"{escape(m.model)} ({m.dtype}, fingerprint {m.fingerprint})",
         "method": method_of(m),
-        "context": f"T = {m.tokens:,} tokens, chat prefix S = {m.prefix:,} ({m.prefix_policy}, on_tight {m.on_tight})",
+        "context": f"T = {m.tokens:,} tokens, chat prefix S = {m.prefix:,} ({m.prefix_policy}, "
+        f"small budget: {m.on_small_budget})",
         "budget": f"r = {float(Fraction(m.ratio)):g}: {m.pairs:,} KV pairs, {m.pairs_held:,} held of {full:,}",
         "bytes": f"{size(m.bytes_held)} of {size(m.bytes_full)} ({m.bytes_held / m.bytes_full:.1%})",
         "tokens": f"{m.tokens - survivors.forgotten:,} of {m.tokens:,} survive in at least one head",
@@ -84,7 +85,7 @@ def facts(survivors: Survivors) -> dict[str, str]:
 
 
 def heads(survivors: Survivors) -> Table:
-    """Context tokens kept by each head, shaded, and each layer's share of all of them."""
+    """Shows the context tokens that each head keeps, shaded, and each layer's share of all of them."""
     counts, shares = survivors.per_head, survivors.per_layer
     most = max(int(counts.max()), 1)
     numbered = counts.shape[1] * 8 + 40 <= output.width
@@ -104,7 +105,7 @@ def heads(survivors: Survivors) -> Table:
 
 
 def positions(survivors: Survivors) -> Text:
-    """The share of heads that keep each stretch of the context, as one line of bars."""
+    """Shows the share of heads that keep each stretch of the context, as one line of bars."""
     share = survivors.per_position[survivors.context.prefix :]
     width = min(64, len(share))
     parts = [float(part.mean()) for part in share.tensor_split(width)]
@@ -115,7 +116,7 @@ def positions(survivors: Survivors) -> Text:
 
 
 def reading(survivors: Survivors, tokenizer: Tokenizer, limit: int) -> Text:
-    """The text as the cache sees it: the brighter a token, the more heads keep it; lost in all of them: a dot."""
+    """Shows the text as the cache has it: the brighter a token, the more heads keep it; a dot where none does."""
     start = survivors.context.prefix
     share = survivors.per_position[start:]
     most = max(float(share.max()), 1e-9)
@@ -133,5 +134,5 @@ def reading(survivors: Survivors, tokenizer: Tokenizer, limit: int) -> Text:
 
 
 def shade(part: float) -> str:
-    """From blank to full."""
+    """Returns a character from blank (0) to full (1)."""
     return SHADES[math.ceil(4 * part)]

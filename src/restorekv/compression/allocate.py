@@ -1,4 +1,4 @@
-"""Scores and a count -> the pairs that stay (Eq. 3: Evict(C, s, B) keeps exactly B), apart from how they were scored.
+"""Which pairs stay, given scores and a count (Eq. 3: Evict(C, s, B) keeps exactly B).
 
 Every allocation keeps exactly the count, for any scores; of equal scores the lower (layer, head, position) wins, so
 that ties can neither miss the budget nor differ between devices. Where a count does not divide, the first layers or
@@ -17,7 +17,7 @@ from torch import Tensor
 from restorekv import spec
 from restorekv.errors import RestoreKVError
 
-BLOCK = 1 << 22  # scores looked at at once; PyTorch's own selection copies all of them and as many indices
+BLOCK = 1 << 22  # scores read at once; PyTorch's own selection copies all of them and as many indices
 DIGIT = 1 << 16
 
 
@@ -34,12 +34,12 @@ class Allocation(ABC):
 
     @abstractmethod
     def __call__(self, scores: Tensor, pairs: int) -> Tensor:
-        """scores (L, H, T) -> a mask of the same shape with exactly `pairs` set."""
+        """Returns a mask of the shape of scores (L, H, T) with exactly `pairs` set."""
 
 
 @dataclass(frozen=True)
 class Global(Allocation):
-    """One ranking over all layers and heads, as KVzip and the paper; a head may end up empty."""
+    """Ranks all layers and heads together, as KVzip and the paper do; a head may end up empty."""
 
     name: ClassVar[str] = "global"
 
@@ -52,31 +52,29 @@ GLOBAL = Global()
 
 @dataclass(frozen=True)
 class PerLayer(Allocation):
-    """One ranking in each layer, over its heads; layers keep the same number."""
+    """Ranks the heads of each layer together; layers keep the same number."""
 
     name: ClassVar[str] = "per-layer"
 
     def __call__(self, scores: Tensor, pairs: int) -> Tensor:
-        counts = even(pairs, len(scores), scores.numel())
-        return torch.stack([exact_top(layer, count) for layer, count in zip(scores, counts, strict=True)])
+        return top_of_each(scores, even(pairs, len(scores), scores.numel()))
 
 
 @dataclass(frozen=True)
 class PerHead(Allocation):
-    """One ranking in each head, as SnapKV and H2O were published; a rectangle when the count divides."""
+    """Ranks each head alone, as SnapKV and H2O were published; a rectangle when the count divides."""
 
     name: ClassVar[str] = "per-head"
     rectangular: ClassVar[bool] = True
 
     def __call__(self, scores: Tensor, pairs: int) -> Tensor:
         heads = scores.flatten(0, 1)
-        counts = even(pairs, len(heads), scores.numel())
-        return torch.stack([exact_top(head, count) for head, count in zip(heads, counts, strict=True)]).view_as(scores)
+        return top_of_each(heads, even(pairs, len(heads), scores.numel())).view_as(scores)
 
 
 @dataclass(frozen=True)
 class AdaKV(Allocation):
-    """Ada-KV (arXiv:2407.11550): a ranking in each layer, after each head has got a share of its even part for sure."""
+    """Ada-KV (arXiv:2407.11550): ranks each layer, after each head has got a guaranteed share of its even part."""
 
     name: ClassVar[str] = "adakv"
 
@@ -91,11 +89,11 @@ class AdaKV(Allocation):
         return torch.stack([self.layer(layer, count) for layer, count in zip(scores, counts, strict=True)])
 
     def layer(self, scores: Tensor, pairs: int) -> Tensor:
-        """(H, T) -> mask: floor(safeguard * floor(pairs / H)) of each head first, the rest over the whole layer."""
-        sure = floor(Fraction(str(self.safeguard)) * (pairs // len(scores)))
-        keep = torch.stack([exact_top(head, sure) for head in scores])
+        """Keeps floor(safeguard * floor(pairs / H)) of each head of (H, T), then the best of the whole layer."""
+        safe = floor(Fraction(str(self.safeguard)) * (pairs // len(scores)))
+        keep = top_of_each(scores, [safe] * len(scores))
         others = (~keep).nonzero(as_tuple=True)
-        keep[others] = exact_top(scores[others], pairs - sure * len(scores))
+        keep[others] = exact_top(scores[others], pairs - safe * len(scores))
         return keep
 
 
@@ -108,24 +106,30 @@ ALLOCATIONS: dict[str, type[Allocation]] = {
 
 
 def make(text: str) -> Allocation:
-    """An allocation from its spec: "global", "adakv:safeguard=0.3"."""
+    """Makes an allocation from its spec: "global", "adakv:safeguard=0.3"."""
     return spec.parse(text, ALLOCATIONS, "allocation")
 
 
 def even(pairs: int, parts: int, all_pairs: int) -> list[int]:
-    """`pairs` split as evenly as whole numbers allow, larger parts first."""
+    """Splits `pairs` as evenly as whole numbers allow, larger parts first."""
     check_count(pairs, all_pairs)
     whole, rest = divmod(pairs, parts)
     return [whole + (part < rest) for part in range(parts)]
 
 
 def check_count(pairs: int, all_pairs: int) -> None:
+    """Refuses to keep more than there is."""
     if not 0 <= pairs <= all_pairs:
         raise ValueError(f"cannot keep {pairs} of {all_pairs} pairs")
 
 
+def top_of_each(rows: Tensor, counts: list[int]) -> Tensor:
+    """Returns a mask of the highest scores of each row (N, ...), as many as its count."""
+    return torch.stack([exact_top(row, count) for row, count in zip(rows, counts, strict=True)])
+
+
 def exact_top(scores: Tensor, pairs: int) -> Tensor:
-    """The `pairs` highest of scores of any shape, as a mask of that shape; ties go to the lower index."""
+    """Returns a mask of the `pairs` highest scores, of any shape; ties go to the lower index."""
     flat = scores.reshape(-1)
     check_count(pairs, flat.numel())
     if flat.isnan().any():
@@ -140,7 +144,7 @@ def exact_top(scores: Tensor, pairs: int) -> Tensor:
 
 
 def nth_highest(flat: Tensor, count: int) -> Tensor:
-    """The `count`-th highest of values (N,) without NaN: of many float32 values by their digits, without a copy."""
+    """Returns the `count`-th highest of values (N,) without NaN: of many float32 ones by digits, without a copy."""
     if flat.numel() <= BLOCK or flat.dtype != torch.float32:
         return flat.kthvalue(flat.numel() - count + 1).values
     first, left = digit_of(flat, count, None)
@@ -150,8 +154,8 @@ def nth_highest(flat: Tensor, count: int) -> Tensor:
 
 
 def digit_of(flat: Tensor, count: int, first: int | None) -> tuple[int, int]:
-    """The upper 16 bits of the `count`-th highest key, or the lower ones among keys that begin with `first`; and how
-    far down it is among the keys that share them."""
+    """Returns the upper 16 bits of the `count`-th highest key, or the lower ones among keys that begin with `first`,
+    and its rank among the keys that share them."""
     tally = torch.zeros(DIGIT, dtype=torch.long, device=flat.device)
     for part in flat.split(BLOCK):
         keys = in_order(part.view(torch.int32))
@@ -165,5 +169,5 @@ def digit_of(flat: Tensor, count: int, first: int | None) -> tuple[int, int]:
 
 
 def in_order(bits: Tensor) -> Tensor:
-    """The int32 bits of float32 values -> keys that are ordered as the values are; its own inverse."""
+    """Turns the int32 bits of float32 values into keys that are ordered as the values are; its own inverse."""
     return bits ^ (bits >> 31 & 0x7FFFFFFF)

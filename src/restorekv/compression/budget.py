@@ -6,24 +6,26 @@ T_b is T under the prefix policy "free" (the chat prefix is kept and not counted
 (it competes with the context). r is the exact decimal that the user wrote, so 0.1 of 30 tokens is 3.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, floor
-from typing import Literal
+from typing import Any, Literal
 
 from restorekv.errors import BudgetError
 
 PrefixPolicy = Literal["free", "counted"]
-OnTight = Literal["error", "fewer", "clip"]
-ON_TIGHT: tuple[str, ...] = ("error", "fewer", "clip")
+OnSmallBudget = Literal["error", "fewer", "clip"]
+ON_SMALL_BUDGET: tuple[str, ...] = ("error", "fewer", "clip")
 PREFIX_POLICIES: tuple[str, ...] = ("free", "counted")
+FILE_KEYS = {"on_small_budget": "on_tight"}  # files keep the old key: digests and old readers depend on it
 
 
 @dataclass(frozen=True)
 class Budget:
-    """`restore_tokens` is the n in use; under on_tight="fewer" it may be lower than what was asked for.
+    """`restore_tokens` is the n in use; under on_small_budget="fewer" it may be lower than what was asked for.
 
-    on_tight says what happens when B < n*L*H: "error" refuses, "fewer" lowers n to what fits, "clip" keeps n,
+    on_small_budget says what happens when B < n*L*H: "error" refuses, "fewer" lowers n to what fits, "clip" keeps n,
     retains nothing and exceeds B, as kvpress does. whole_tokens rounds to whole tokens per head, for allocations that
     give every head the same: B = floor(r * T_b) * L * H.
     """
@@ -33,49 +35,38 @@ class Budget:
     layers: int
     heads: int
     restore_tokens: int = 0
-    on_tight: OnTight = "error"
+    on_small_budget: OnSmallBudget = "error"
     whole_tokens: bool = False
 
     @classmethod
     def of_ratio(
-        cls,
-        ratio: float | str | Fraction,
-        tokens: int,
-        layers: int,
-        heads: int,
-        restore_tokens: int = 0,
-        on_tight: OnTight = "error",
-        whole_tokens: bool = False,
-    ) -> "Budget":
-        """A share of the T_b * L * H pairs."""
-        if on_tight not in ON_TIGHT:
-            raise BudgetError(f"on_tight is one of {', '.join(ON_TIGHT)}, not {on_tight!r}.")
+        cls, ratio: float | str | Fraction, tokens: int, layers: int, heads: int, restore_tokens: int = 0,
+        on_small_budget: OnSmallBudget = "error", whole_tokens: bool = False,
+    ) -> "Budget":  # fmt: skip
+        """Returns the budget of a share of the T_b * L * H pairs."""
+        if on_small_budget not in ON_SMALL_BUDGET:
+            raise BudgetError(f"on_small_budget is one of {', '.join(ON_SMALL_BUDGET)}, not {on_small_budget!r}.")
         if tokens < 1:
             raise BudgetError("The context is empty; give at least one token to compress.")
         exact = exact_ratio(ratio)
         room = floor(exact * tokens) if whole_tokens else exact * tokens
-        if restore_tokens > room and on_tight == "error":
-            raise BudgetError(tight(exact, tokens, restore_tokens))
-        if on_tight == "fewer":
+        if restore_tokens > room and on_small_budget == "error":
+            raise BudgetError(too_small(exact, tokens, restore_tokens))
+        if on_small_budget == "fewer":
             restore_tokens = min(restore_tokens, floor(exact * tokens))
-        return cls(exact, tokens, layers, heads, restore_tokens, on_tight, whole_tokens)
+        return cls(exact, tokens, layers, heads, restore_tokens, on_small_budget, whole_tokens)
 
     @classmethod
     def of_tokens_per_head(
-        cls,
-        count: int,
-        tokens: int,
-        layers: int,
-        heads: int,
-        restore_tokens: int = 0,
-        on_tight: OnTight = "error",
-    ) -> "Budget":
-        """An absolute number of pairs per head, on average: B = count * L * H."""
+        cls, count: int, tokens: int, layers: int, heads: int, restore_tokens: int = 0,
+        on_small_budget: OnSmallBudget = "error",
+    ) -> "Budget":  # fmt: skip
+        """Returns the budget of an absolute number of pairs per head, on average: B = count * L * H."""
         if isinstance(count, bool) or int(count) != count or count < 1:
             raise BudgetError(f"tokens_per_head is a whole number of at least 1, not {count!r}.")
         if count > tokens:
             raise BudgetError(f"tokens_per_head={count} is more than the {tokens} tokens there are; lower it.")
-        return cls.of_ratio(Fraction(int(count), tokens), tokens, layers, heads, restore_tokens, on_tight)
+        return cls.of_ratio(Fraction(int(count), tokens), tokens, layers, heads, restore_tokens, on_small_budget)
 
     @property
     def total(self) -> int:
@@ -86,32 +77,33 @@ class Budget:
 
     @property
     def restore(self) -> int:
+        """The pairs of the restore cache, n * L * H."""
         return self.restore_tokens * self.layers * self.heads
 
     @property
     def retained(self) -> int:
-        """Pairs the evictor may keep."""
+        """The pairs that the evictor may keep."""
         return max(self.total - self.restore, 0)
 
     @property
     def pairs(self) -> int:
-        """Pairs the cache will hold: B, unless "clip" let the restore cache exceed it."""
+        """The pairs that the cache will hold: B, unless "clip" lets the restore cache exceed it."""
         return self.retained + self.restore
 
 
 def exact_ratio(ratio: float | str | Fraction) -> Fraction:
-    """The decimal that was written, not the nearest double: 0.1 -> 1/10."""
+    """Returns the decimal that was written, not the nearest double: 0.1 -> 1/10."""
     try:
         exact = ratio if isinstance(ratio, Fraction) else Fraction(str(ratio))
     except (ValueError, ZeroDivisionError):
-        raise BudgetError(f"The ratio is a number above 0 and at most 1, not {ratio}.") from None
+        exact = Fraction(0)
     if not 0 < exact <= 1:
         raise BudgetError(f"The ratio is a number above 0 and at most 1, not {ratio}.")
     return exact
 
 
-def tight(ratio: Fraction, tokens: int, restore_tokens: int) -> str:
-    """Why n restore tokens do not fit, with the smallest ratio that does: r >= n / T_b."""
+def too_small(ratio: Fraction, tokens: int, restore_tokens: int) -> str:
+    """Says why n restore tokens do not fit, with the smallest ratio at which they do: r >= n / T_b."""
     if restore_tokens > tokens:
         return (
             f"The context has {tokens} tokens, fewer than the {restore_tokens} restore tokens; "
@@ -121,5 +113,16 @@ def tight(ratio: Fraction, tokens: int, restore_tokens: int) -> str:
     return (
         f"{restore_tokens} restore tokens do not fit into ratio {float(ratio):g} of {tokens} tokens; "
         f"the smallest workable ratio is {smallest:g} "
-        "(or take fewer of them with on_tight='fewer', in the shell --on-tight fewer)."
+        "(or use fewer of them with on_small_budget='fewer', in the shell --on-small-budget fewer)."
     )
+
+
+def to_file(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings under the keys that files have for them."""
+    return {FILE_KEYS.get(name, name): value for name, value in settings.items()}
+
+
+def from_file(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what `to_file` was given."""
+    names = {key: name for name, key in FILE_KEYS.items()}
+    return {names.get(key, key): value for key, value in settings.items()}

@@ -1,92 +1,121 @@
 """Compression in two steps: everything expensive once, then any number of budgets (Section 3 of the paper).
 
 prepare    prefill, score every pair, append the restore cache while the full cache is still there
-at         B = floor(r * T_b * L * H) -> the evictor keeps the B - n*L*H best pairs, the rest is dropped
+evict      B = floor(r * T_b * L * H) -> the evictor keeps the B - n*L*H best pairs, the rest is dropped
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
+import platform
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
+import peft
 import torch
+import transformers
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import evictors, spec
-from restorekv.cache.quantized import check
+from restorekv._version import __version__
+from restorekv.cache import quantized
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.attention_matching.method import AttentionMatching
-from restorekv.compression.budget import Budget
+from restorekv.compression.budget import Budget, OnSmallBudget, PrefixPolicy, from_file
 from restorekv.compression.context import CompressedContext
-from restorekv.compression.manifest import describe
-from restorekv.compression.prepared import PLAIN, CompressionConfig, PreparedContext, timed
-from restorekv.compression.streaming import Stream, parts
-from restorekv.errors import AdapterError, BudgetError, RestoreKVError, RestoreKVWarning
+from restorekv.compression.context_file import Manifest
+from restorekv.compression.prepared import (
+    CompressionConfig,
+    Compressor,
+    PreparedContext,
+    Progress,
+    RestoreFrom,
+    ScoredContext,
+    timed,
+)
+from restorekv.compression.streaming import StreamedContext, parts
+from restorekv.errors import AdapterError, BudgetError, RestoreKVError, warn
 from restorekv.model import attention
-from restorekv.model.load import SHIPPING, canonical, model_name, shipped_path
+from restorekv.model.load import SHIPPING, canonical, model_fingerprint, model_name, rope_fingerprint, shipped_path
 from restorekv.model.observer import observe_layers
 from restorekv.model.offload import offloaded, trim_heap
 from restorekv.model.prefill import prefill
-from restorekv.model.prompt import Context, default_between, make_context
+from restorekv.model.prompt import Context, default_between, make_context, template_hash
 from restorekv.model.shape import CacheShape
-from restorekv.restore import publish
 from restorekv.restore.adapter import RestoreAdapter
 
-Progress = Callable[[str], None]
-METHODS: dict[str, type[AttentionMatching]] = {"am-fast": AttentionMatching}
+METHODS: dict[str, type[Compressor]] = {"am-fast": AttentionMatching}  # besides eviction by each of the evictors
 DEFAULT = "kvzip"
 PRESETS = {"fast": "fastkvzip", "best": "kvzip"}  # scores come with the prefill; a pass of its own scores
 
 
 @dataclass(frozen=True)
-class Eviction:
-    """An evictor, and an adapter that restores what it loses."""
+class Eviction(Compressor):
+    """An evictor, and an adapter that restores what it loses; `streaming` reads so many tokens at a time."""
 
     evictor: evictors.Evictor
     adapter: RestoreAdapter | None = None
-    conventions: CompressionConfig = PLAIN
+    conventions: CompressionConfig = CompressionConfig()
+    streaming: int | None = None
+    restores: ClassVar[bool] = True
+    any_config: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.adapter and self.conventions.offset:
-            raise RestoreKVError(
-                "An offset is the control without restore states; leave out the adapter or the offset."
-            )
+            raise RestoreKVError("An offset is a control without restore states; leave out the adapter or the offset.")
+        if self.streaming is not None and not self.evictor.streams:
+            why = f"{self.evictor.name} scores a context as a whole"
+            raise RestoreKVError(f"{why}; leave out streaming or use another evictor.")
 
     @classmethod
-    def make(cls, evictor: str, adapter: RestoreAdapter | None = None, **conventions: Any) -> Eviction:
-        """From an evictor's spec and the arguments of `CompressionConfig.make`."""
+    def make(
+        cls, evictor: str, adapter: RestoreAdapter | None = None, *, prefix_policy: PrefixPolicy = "free",
+        on_small_budget: OnSmallBudget = "error", allocation: str = "global", restore_from: RestoreFrom = "full",
+        offset: int = 0,
+    ) -> Eviction:  # fmt: skip
+        """Makes an eviction from an evictor's spec and the settings of `CompressionConfig`."""
         if evictor.partition(":")[0] in METHODS:
             raise RestoreKVError(f"{evictor} is no evictor: it restores nothing, so there is nothing to train for it.")
-        return cls(evictors.make(evictor), adapter, CompressionConfig.make(**conventions))
+        conventions = CompressionConfig(prefix_policy, on_small_budget, allocation, restore_from, offset)
+        return cls(evictors.make(evictor), adapter, conventions)
+
+    @property
+    def spec(self) -> str:
+        """The evictor's."""
+        return self.evictor.spec
 
     def identity(self, model: PreTrainedModel) -> str:
-        """The evictor's."""
+        """Returns the evictor's identity."""
         return self.evictor.identity(model)
 
-    def prepare(
-        self,
-        model: PreTrainedModel,
-        tokenizer: Tokenizer,
-        context: str | Context,
-        progress: Progress | None = None,
-        offload: bool = False,
-    ) -> PreparedContext:
-        """Prefill, scores and, with an adapter, the restore cache; `progress` hears the name of each phase.
+    def as_published(self, prefix: int) -> Eviction:
+        """Returns the same eviction with the evictor's authors' settings."""
+        return replace(self, evictor=self.evictor.as_published(prefix))
 
-        `offload` keeps the full cache elsewhere, one layer at a time excepted; see offload.py.
-        """
+    def suited_to(self, context: Context) -> Eviction:
+        """Returns an eviction that does not stream where the context fits into one part."""
+        streams = self.streaming is not None and len(parts(self.evictor, context, self.streaming)) > 1
+        return self if streams else replace(self, streaming=None)
+
+    def prepare(
+        self, model: PreTrainedModel, tokenizer: Tokenizer, context: str | Context, progress: Progress | None = None,
+        offload: bool = False,
+    ) -> PreparedContext:  # fmt: skip
+        """Does prefill, scores and, with an adapter, the restore pass; a context that streams is left to `evict`."""
         tell = progress or (lambda phase: None)
+        if isinstance(context, str):
+            context = make_context(tokenizer, context)
+        if self.streaming is not None:
+            how = self.evictor, self.conventions, self.streaming, self.adapter
+            return StreamedContext(model, tokenizer, context, *how, tell)
         if offload and not self.evictor.offloads:
             raise RestoreKVError(f"{self.evictor.name} makes a full cache of its own in memory; leave out offload.")
         attention.install(model)
-        if isinstance(context, str):
-            context = make_context(tokenizer, context)
         seconds: dict[str, float] = {}
         with torch.no_grad():
             tell("prefill")
@@ -97,74 +126,71 @@ class Eviction:
             tell("score")
             with timed(seconds, "score"):
                 scores = self.evictor.score(model, tokenizer, context, full, observer)
-        prepared = PreparedContext(model, context, full, scores, self.conventions, 0, seconds)
+        prepared = ScoredContext(model, context, full, scores, self.conventions, seconds=seconds)
         if self.adapter is None:
             return prepared
         tell("restore")
         return prepared.with_restore_cache(self.adapter)
 
 
-def method(text: str, conventions: CompressionConfig = PLAIN) -> Eviction | AttentionMatching:
-    """What a spec names: eviction by an evictor, or a method that makes a compact cache of its own."""
-    made = spec.parse(text, {**evictors.EVICTORS, **METHODS}, "evictor")
-    if isinstance(made, AttentionMatching):
-        return replace(made, conventions=conventions)
-    return Eviction(made, None, conventions)
+def make_compressor(
+    text: str, conventions: CompressionConfig = CompressionConfig(), streaming: int | None = None
+) -> Compressor:
+    """Returns what a spec names: eviction by an evictor, or a method that makes a compact cache of its own."""
+    named = spec.parse(text, {**evictors.EVICTORS, **METHODS}, "evictor")
+    if text.partition(":")[0] not in METHODS:
+        return Eviction(named, None, conventions, streaming)
+    if streaming is not None:
+        raise RestoreKVError(f"{named.name} fits a cache to a full one in memory; leave out streaming.")
+    return replace(named, conventions=conventions)
 
 
 def compress(
-    model: PreTrainedModel,
-    tokenizer: Tokenizer,
-    context: str,
-    *,
-    evictor: str | None = None,
-    preset: str | None = None,
-    ratio: float | str | Fraction | None = None,
-    tokens_per_head: int | None = None,
-    adapter: RestoreAdapter | str | Path | None = "auto",
-    restore_tokens: int | None = None,
-    storage: str = "model",
-    streaming: int | None = None,
-    offload: bool = False,
-    progress: Progress | None = None,
-    between: str | None = None,
-    **conventions: Any,
-) -> CompressedContext:
-    """Compress `context` to `ratio` (0.1 unless given) of its KV pairs, or to `tokens_per_head` of them per head.
+    model: PreTrainedModel, tokenizer: Tokenizer, context: str | Sequence[int] | Tensor, *,
+    evictor: str | None = None, preset: str | None = None,
+    ratio: float | str | Fraction | None = None, tokens_per_head: int | None = None,
+    adapter: RestoreAdapter | str | Path | None = "auto", restore_tokens: int | None = None,
+    prefix_policy: PrefixPolicy = "free", on_small_budget: OnSmallBudget = "error", allocation: str = "global",
+    restore_from: RestoreFrom = "full", offset: int = 0,
+    storage: str = "model", streaming: int | None = None, offload: bool = False,
+    between: str | None = None, progress: Progress | None = None,
+) -> CompressedContext:  # fmt: skip
+    """Compresses a text, or its token ids, to `ratio` (0.1 unless given) of its KV pairs or to `tokens_per_head`.
 
     The evictor is kvzip unless named, by itself or by `preset`: "fast" (fastkvzip) or "best" (kvzip). `adapter` is a
     RestoreAdapter made for `model`, a folder or hub id of one, "auto" for the one that ships for the model and evictor,
-    "published" for the one that the paper's authors publish, or None. `restore_tokens` uses the first so many of its n.
-    `storage` "int8" or "fp8" holds what is kept in 8 bits a number; it does not change how many pairs are kept.
-    `streaming` compresses as the prefill goes, so many tokens at a time, and never holds the full cache: an
-    approximation, see streamed.py. `offload` keeps all but one layer of the full cache in a temporary file, on a GPU in
-    the host's memory, and changes nothing else. `between` parts the text from every question (None: what the
-    tokenizer's config names, or a blank line). Further arguments are those of `CompressionConfig.make`.
+    "published" for the one that the paper's authors publish, or None; `restore_tokens` uses the first so many of its n.
+    `prefix_policy`, `on_small_budget`, `allocation`, `restore_from` and `offset` are those of `CompressionConfig`.
+    `storage` "int8" or "fp8" stores the kept pairs in 8 bits a number. `streaming` compresses while the prefill reads
+    so many tokens at a time and never holds the full cache: an approximation, see streaming.py. `offload` keeps all but
+    one layer of the full cache in a temporary file, on a GPU in the host's memory, and changes nothing else. `between`
+    separates the text from every question (None: what the tokenizer's config names, or a blank line).
     """
-    check(storage)
-    eviction = method(chosen_evictor(evictor, preset), CompressionConfig.make(**conventions))
+    quantized.check(storage)
+    conventions = CompressionConfig(prefix_policy, on_small_budget, allocation, restore_from, offset)
+    compressor = make_compressor(chosen_evictor(evictor, preset), conventions, streaming)
     parsed = make_context(tokenizer, context, default_between(tokenizer) if between is None else between)
-    budget = plan(model, parsed, ratio, tokens_per_head, eviction.conventions)
-    budget(0)  # refuses a bad ratio before any work is done
-    restorer = load_adapter(model, adapter, eviction, restore_tokens, parsed.between)
-    wanted = budget(restorer.restore_tokens if restorer else 0)
+    size = model, parsed, conventions, ratio, tokens_per_head
+    budget_for(*size)  # refuses a bad ratio before any work is done
+    restorer = load_adapter(model, adapter, compressor, restore_tokens, parsed.between)
+    budget = budget_for(*size, restorer.restore_tokens if restorer else 0)
+    chosen = (replace(compressor, adapter=restorer) if restorer else compressor).suited_to(parsed)
     with torch.no_grad():
-        chosen = replace(eviction, adapter=restorer) if restorer else eviction
-        source, cache = build_cache(chosen, model, tokenizer, parsed, wanted, streaming, offload, progress)
-        with timed(source.seconds, "evict"):
+        prepared = chosen.prepare(model, tokenizer, parsed, progress, offload)
+        if progress and prepared.full is not None:
+            progress("evict")
+        cache, seconds = prepared.evict_timed(budget, consume=True)
+        with timed(seconds, "evict"):
             if storage != "model":
                 cache.store(storage)
-        made = describe(
-            model, tokenizer, source, wanted, cache, eviction.identity(model), restorer, storage,
-            streaming if isinstance(source, Stream) else None,
-        )  # fmt: skip
-    del source  # and what is left of the full cache
+        manifest = describe(tokenizer, chosen, prepared, budget, cache, prepared.seconds | seconds, storage)
+    del prepared  # and what is left of the full cache
     trim_heap()
-    return CompressedContext(model, tokenizer, parsed, cache, made)
+    return CompressedContext(model, tokenizer, parsed, cache, manifest)
 
 
 def chosen_evictor(evictor: str | None, preset: str | None) -> str:
-    """The evictor's spec, of itself or by the preset that stands for it."""
+    """Returns the evictor's spec: the one given, or the one that the preset stands for."""
     if preset is None:
         return evictor or DEFAULT
     if evictor is not None:
@@ -174,99 +200,89 @@ def chosen_evictor(evictor: str | None, preset: str | None) -> str:
     return PRESETS[preset]
 
 
-def build_cache(
-    chosen: Eviction | AttentionMatching,
-    model: PreTrainedModel,
-    tokenizer: Tokenizer,
-    context: Context,
-    budget: Budget,
-    streaming: int | None,
-    offload: bool,
-    progress: Progress | None,
-) -> tuple[PreparedContext | Stream, RaggedCache]:
-    """What the cache was made from, and the cache: in parts if the context is longer than `streaming` tokens."""
-    tell = progress or (lambda phase: None)
-    if streaming is not None or offload:
-        streamable(chosen)
-    if streaming is not None and len(parts(chosen.evictor, context, streaming)) > 1:
-        stream = Stream(model, tokenizer, context, chosen.evictor, chosen.conventions, budget, chosen.adapter, tell)
-        return stream, stream.run(streaming)
-    elsewhere = {"offload": True} if offload else {}
-    prepared = chosen.prepare(model, tokenizer, context, tell, **elsewhere)
-    tell("evict")
-    with timed(prepared.seconds, "evict"):
-        return prepared, prepared.at(budget, last=True)
-
-
-def streamable(chosen: Eviction | AttentionMatching) -> None:
-    """Refuses a method that wants the whole cache in memory."""
-    if not isinstance(chosen, Eviction):
-        raise RestoreKVError("am-fast fits a cache to a full one in memory; leave out streaming and offload.")
-
-
-def plan(
-    model: PreTrainedModel,
-    context: Context,
-    ratio: float | str | Fraction | None,
-    tokens_per_head: int | None,
-    conventions: CompressionConfig,
-) -> Callable[[int], Budget]:
-    """The budget as a function of n; a tenth of the pairs unless a ratio or `tokens_per_head` is given."""
+def budget_for(
+    model: PreTrainedModel, context: Context, conventions: CompressionConfig, ratio: float | str | Fraction | None,
+    tokens_per_head: int | None, restore_tokens: int = 0,
+) -> Budget:  # fmt: skip
+    """Returns the budget with n restore tokens; a tenth of the pairs unless a ratio or `tokens_per_head` is given."""
     if ratio is not None and tokens_per_head is not None:
         raise BudgetError("Give either a ratio or tokens_per_head, not both.")
     shape = CacheShape.of(model)
     if tokens_per_head is None:
-        share = 0.1 if ratio is None else ratio
-        return lambda n: conventions.budget(share, context, shape.layers, shape.heads, n)
-    columns, on_tight = conventions.columns(context), conventions.on_tight
-    return lambda n: Budget.of_tokens_per_head(tokens_per_head, columns, shape.layers, shape.heads, n, on_tight)
+        return conventions.budget(0.1 if ratio is None else ratio, context, shape.layers, shape.heads, restore_tokens)
+    size = tokens_per_head, conventions.columns(context), shape.layers, shape.heads
+    return Budget.of_tokens_per_head(*size, restore_tokens, conventions.on_small_budget)
 
 
 def load_adapter(
-    model: PreTrainedModel,
-    adapter: RestoreAdapter | str | Path | None,
-    eviction: Eviction | AttentionMatching,
+    model: PreTrainedModel, adapter: RestoreAdapter | str | Path | None, compressor: Compressor,
     restore_tokens: int | None = None,
     between: str | None = None,
-) -> RestoreAdapter | None:
-    """The adapter itself, or one from a folder, the hub, ("auto") the package or ("published") the paper's authors.
+) -> RestoreAdapter | None:  # fmt: skip
+    """Returns the adapter that `compress` is given or finds (see there), or its first `restore_tokens` as one.
 
-    "tiny:NAME" or "smollm2:NAME" is the one that ships for the evictor NAME, for use with another evictor.
-    `restore_tokens` takes its first so many. Warns of another use than the training's, which `between` is a part of.
+    "tiny:NAME" or "smollm2:NAME" is the one that ships for the evictor NAME, for use with another evictor. Warns where
+    the adapter was trained for another use, which `between` is a part of.
     """
-    if isinstance(eviction, AttentionMatching):
+    conventions = compressor.conventions
+    if not compressor.restores:
         if adapter not in (None, "auto"):
-            raise AdapterError("am-fast restores nothing; leave out the adapter.")
+            raise AdapterError(f"{compressor.spec} restores nothing; leave out the adapter.")
         return None
-    if adapter == "auto":
-        adapter = shipped_adapter(model_name(model), eviction.evictor.spec)
-        if adapter and eviction.conventions.offset:
-            warnings.warn(
-                "An offset is a control without restoring: no adapter is used.", RestoreKVWarning, stacklevel=3
-            )
-            adapter = None
-    elif adapter == "published":
-        adapter = publish.published_name(model_name(model), eviction.evictor.spec)
-    elif isinstance(adapter, str):
-        adapter = shipped_adapter(*adapter.split(":", 1)) or adapter if ":" in adapter else adapter
+    if isinstance(adapter, str):
+        adapter = locate_adapter(model, adapter, compressor)
     if adapter is None:
-        if eviction.conventions.restore_from != "full":
+        if conventions.restore_from != "full":
             raise RestoreKVError("restore_from is about a restore pass, and there is no adapter; give one.")
         return None
     if not isinstance(adapter, RestoreAdapter):
         adapter = RestoreAdapter.from_pretrained(model, adapter)
     if adapter.model is not model:
         raise AdapterError("The adapter was made for another model object; load it for this one.")
-    conventions = eviction.conventions
-    adapter.check_use(
-        eviction.identity(model), conventions.allocation.spec, conventions.restore_from, conventions.prefix_policy,
-        between,
-    )  # fmt: skip
+    trained_for = conventions.allocation.spec, conventions.restore_from, conventions.prefix_policy, between
+    adapter.check_use(compressor.identity(model), *trained_for)
     return adapter if restore_tokens is None else adapter.first(restore_tokens)
 
 
+def locate_adapter(model: PreTrainedModel, name: str, compressor: Compressor) -> str | Path | None:
+    """Returns the folder or hub id that a name stands for, None where "auto" finds no adapter."""
+    if name == "published":
+        return publish.published_name(model_name(model), compressor.spec)
+    if name != "auto":
+        return shipped_adapter(*name.split(":", 1)) or name if ":" in name else name
+    folder = shipped_adapter(model_name(model), compressor.spec)
+    if folder and compressor.conventions.offset:
+        warn("An offset is a control without restoring: no adapter is used.")
+        return None
+    return folder
+
+
 def shipped_adapter(model: str, evictor: str) -> Path | None:
-    """The folder that ships for the model of that name and this evictor, if one does."""
+    """Returns the folder that ships for the model of that name and this evictor, if one does."""
     name = canonical(model)
     folder = shipped_path(name, "adapters", evictor)
     return folder if name in SHIPPING and evictor and folder.is_dir() else None
+
+
+def describe(
+    tokenizer: Tokenizer, compressor: Compressor, prepared: PreparedContext, budget: Budget, cache: RaggedCache,
+    seconds: dict[str, float], storage: str,
+) -> Manifest:  # fmt: skip
+    """Returns the record of a compression: everything that a reader of the cache file needs to know."""
+    model, context, conventions = prepared.model, prepared.context, prepared.conventions
+    shape, adapter = CacheShape.of(model), compressor.adapter
+    libraries = {"torch": torch, "transformers": transformers, "peft": peft}
+    versions = {name: library.__version__ for name, library in libraries.items()}
+    pair_bytes = 2 * shape.head_dim * cache.layers[0].dtype.itemsize
+    return Manifest(
+        model=model_name(model), fingerprint=model_fingerprint(model), rope=rope_fingerprint(model.config),
+        template=template_hash(tokenizer), dtype=str(model.dtype).removeprefix("torch."), shape=vars(shape),
+        prefix=context.prefix, tokens=context.tokens, restore_tokens=budget.restore_tokens, ratio=str(budget.ratio),
+        **from_file(conventions.described()), evictor=compressor.identity(model),
+        adapter=adapter and adapter.identity(), pairs=conventions.counted_pairs(cache, context),
+        pairs_of_prefix=cache.pairs_of_prefix(context.prefix), pairs_held=cache.pairs,
+        bytes_full=shape.layers * shape.heads * context.positions * pair_bytes, bytes_held=cache.nbytes,
+        seconds={phase: round(value, 4) for phase, value in seconds.items()},
+        versions={"restorekv": __version__, **versions, "python": platform.python_version()},
+        storage=storage, streaming=prepared.streaming, between=context.between,
+    )  # fmt: skip

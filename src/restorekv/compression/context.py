@@ -1,9 +1,7 @@
-"""What `compress` returns: a small cache that answers questions, can be saved and tells what it holds."""
+"""What `compress` returns: a small cache that answers questions, can be saved and says what it holds."""
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -18,7 +16,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression import context_file, generate
 from restorekv.compression.context_file import Manifest
-from restorekv.errors import CacheFileError, RestoreKVError, RestoreKVWarning
+from restorekv.errors import CacheFileError, RestoreKVError, warn
 from restorekv.model import attention
 from restorekv.model.load import model_fingerprint, rope_fingerprint
 from restorekv.model.prompt import Context, template_hash
@@ -38,43 +36,33 @@ class CompressedContext:
         attention.prepare(self.cache.layers)
 
     def ask(
-        self,
-        question: str | Sequence[str],
-        max_new_tokens: int | Sequence[int] = 128,
-        stream: bool | generate.Stream = False,
-        answer_prefix: str = "",
-        graph: bool = False,
-    ) -> str | list[str]:
-        """One answer for one question, a list for a list; all questions of a list share the context in one batch.
+        self, question: str | Sequence[str], max_new_tokens: int | Sequence[int] = 128,
+        stream: bool | generate.OnText = False, answer_prefix: str = "", graph: bool = False,
+    ) -> str | list[str]:  # fmt: skip
+        """Returns one answer for one question, a list for a list, whose questions are answered in one batch.
 
         stream=True prints the answer while it grows; a function gets the pieces instead. graph=True makes every step
-        the same work, which a GPU replays as a CUDA graph (steps.py).
+        the same work, which a GPU replays as a CUDA graph (decode_graph.py).
         """
         questions = [question] if isinstance(question, str) else list(question)
-        shown = show if stream is True else (stream or None)
-        found = generate.ask(
-            self.model, self.tokenizer, self.context, self.cache, questions, max_new_tokens, shown, answer_prefix, graph
-        )
+        on_text = show if stream is True else (stream or None)
+        asked = self.model, self.tokenizer, self.context, self.cache, questions
+        answers = generate.ask(*asked, max_new_tokens, on_text, answer_prefix, graph)
         if stream is True:
             show("\n")
-        return found[0] if isinstance(question, str) else found
+        return answers[0] if isinstance(question, str) else answers
 
-    def inputs(self, question: str, answer_prefix: str = "") -> dict[str, Tensor]:
-        """For model.generate(**compressed.inputs(question), past_key_values=compressed.cache.fork())."""
-        made = generate.generate_inputs(self.tokenizer, self.context, self.cache, question, answer_prefix)
-        return {name: tensor.to(self.model.device) for name, tensor in made.items()}
+    def inputs(self, question: str, answer_prefix: str = "", plain: bool = False) -> dict[str, Tensor]:
+        """Returns inputs for model.generate(**compressed.inputs(question), past_key_values=compressed.cache.fork()).
 
-    def plain_inputs(self, question: str, answer_prefix: str = "") -> dict[str, Tensor]:
-        """For model.generate(**c.plain_inputs(question), past_key_values=c.cache.to_dynamic_cache()).
-
-        A plain cache does not know how many tokens were seen: with `inputs` transformers would read most of the text
-        again. The answer is result[:, input_ids.shape[1]:].
+        With plain=True they go with compressed.cache.to_dynamic_cache(), which does not know how many tokens were seen.
+        The answer is result[:, input_ids.shape[1]:].
         """
-        made = generate.plain_inputs(self.tokenizer, self.context, self.cache, question, answer_prefix)
-        return {name: tensor.to(self.model.device) for name, tensor in made.items()}
+        asked = self.tokenizer, self.context, self.cache, question, answer_prefix, plain
+        return {name: x.to(self.model.device) for name, x in generate.generate_inputs(*asked).items()}
 
     def generate(self, question: str, answer_prefix: str = "", **options: Any) -> str:
-        """The answer by transformers' own `generate` with its options; greedy unless they say otherwise."""
+        """Returns the answer of transformers' own `generate` with its options; greedy unless they say otherwise."""
         inputs = self.inputs(question, answer_prefix)
         stops = generate.stop_ids(self.model, self.tokenizer)
         options = {"do_sample": False, "max_new_tokens": 128, "eos_token_id": sorted(stops), **options}
@@ -85,12 +73,12 @@ class CompressedContext:
         return generate.answer_text(self.tokenizer, result[0, inputs["input_ids"].shape[1] :].tolist(), stops)
 
     def save(self, path: str | Path) -> None:
-        """One safetensors file; the previous one stays if anything goes wrong."""
+        """Writes one safetensors file; the previous one stays if anything goes wrong."""
         context_file.write(path, self.cache, self.context, self.manifest)
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel, tokenizer: Tokenizer) -> CompressedContext:
-        """Refuses a damaged file and a model that is not the one the cache was made with."""
+        """Reads a cache file; refuses a damaged one, and a model that is not the one it was made with."""
         cache, context, manifest = context_file.read(path, model.device)
         check(path, manifest, model, tokenizer)
         attention.install(model)
@@ -113,8 +101,8 @@ class CompressedContext:
 def ask_many(
     asked: Iterable[tuple[CompressedContext, str | Sequence[str]]], max_new_tokens: int = 128, answer_prefix: str = ""
 ) -> list[str | list[str]]:
-    """Answers to the questions of several compressed contexts, written in one batch: one answer for one question, a
-    list for a list, as `ask` gives them alone.
+    """Answers the questions of several compressed contexts in one batch: one answer for one question, a list for a
+    list, as `ask` gives them alone.
 
     The contexts may differ in all but the model and its chat template; one may come up more than once.
     """
@@ -124,22 +112,17 @@ def ask_many(
         return [[] for _ in asked]
     first = asked[0][0]
     for each, _, _ in asked:
-        agree(first, each)
-    found = iter(generate.ask_each(first.model, first.tokenizer, rows, max_new_tokens, None, answer_prefix))
-    answers = [[next(found) for _ in questions] for _, questions, _ in asked]
+        if each.model is not first.model:
+            raise RestoreKVError("A batch has one model; load the cache files with the same model object.")
+        if template_hash(each.tokenizer) != template_hash(first.tokenizer):
+            raise RestoreKVError("A batch has one chat template; load the cache files with the same tokenizer.")
+    written = iter(generate.ask_each(first.model, first.tokenizer, rows, max_new_tokens, None, answer_prefix))
+    answers = [[next(written) for _ in questions] for _, questions, _ in asked]
     return [own[0] if isinstance(given, str) else own for own, (_, _, given) in zip(answers, asked, strict=True)]
 
 
-def agree(one: CompressedContext, other: CompressedContext) -> None:
-    """One pass of one model must serve both."""
-    if one.model is not other.model:
-        raise RestoreKVError("A batch has one model; load the cache files with the same model object.")
-    if template_hash(one.tokenizer) != template_hash(other.tokenizer):
-        raise RestoreKVError("A batch has one chat template; load the cache files with the same tokenizer.")
-
-
 def check(path: str | Path, manifest: Manifest, model: PreTrainedModel, tokenizer: Tokenizer) -> None:
-    """The weights and the rotation of the keys must be those the cache was computed with."""
+    """Refuses a model whose weights or rotation of keys are not those that the cache was computed with."""
     if manifest.rope != rope_fingerprint(model.config):
         raise CacheFileError(
             f"{path} was made with RoPE {manifest.rope}, the model has {rope_fingerprint(model.config)}; "
@@ -150,15 +133,12 @@ def check(path: str | Path, manifest: Manifest, model: PreTrainedModel, tokenize
     if manifest.dtype != str(model.dtype).removeprefix("torch."):
         raise CacheFileError(f"{path} holds {manifest.dtype}; load the model with dtype={manifest.dtype!r}.")
     if manifest.template != template_hash(tokenizer):
-        warnings.warn(
-            f"{path} was made with another chat template; answers may suffer.", RestoreKVWarning, stacklevel=3
-        )
+        warn(f"{path} was made with another chat template; answers may suffer.")
 
 
 def show(piece: str) -> None:
-    """To the terminal, at once."""
-    sys.stdout.write(piece)
-    sys.stdout.flush()
+    """Prints a piece of text to the terminal at once."""
+    print(piece, end="", flush=True)
 
 
 def size(count: float) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from restorekv.cache import quantized
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
+from restorekv.compression.budget import from_file, to_file
 from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.files import replacing
 from restorekv.model.prompt import Context
@@ -43,7 +44,7 @@ class Manifest:
     restore_tokens: int  # n
     ratio: str  # exact fraction, as "1/20"
     prefix_policy: str
-    on_tight: str
+    on_small_budget: str  # in files: on_tight
     allocation: str
     restore_from: str
     offset: int
@@ -60,9 +61,13 @@ class Manifest:
     streaming: int | None = None  # tokens of a part when it was compressed as the prefill went; new in version 3
     between: str = ""  # what stands before every question; files that do not say it were asked without
 
+    def described(self) -> dict:
+        """Returns the manifest as files hold it."""
+        return to_file(asdict(self))
+
 
 def write(path: str | Path, cache: RaggedCache, context: Context, manifest: Manifest) -> None:
-    """All or nothing: on any failure, Ctrl-C included, the target is as before."""
+    """Writes all or nothing: on any failure, Ctrl-C included, the target is as before."""
     try:
         with replacing(Path(path)) as temporary, open(temporary, "wb") as file:
             file.write(encoded(cache, context, manifest))
@@ -71,30 +76,27 @@ def write(path: str | Path, cache: RaggedCache, context: Context, manifest: Mani
     except RestoreKVError as error:
         raise CacheFileError(str(error)) from None
     except OSError as error:
-        raise CacheFileError(
-            f"Cannot write {path}: {error.strerror}; free some space or choose another place."
-        ) from error
+        why = f"Cannot write {path}: {error.strerror}"
+        raise CacheFileError(f"{why}; free some space or choose another place.") from error
 
 
 def encoded(cache: RaggedCache, context: Context, manifest: Manifest) -> bytes:
-    """The whole file."""
+    """Returns the bytes of the whole file."""
     metadata = {
         "format": FORMAT,
         "version": str(VERSION),
         "checksum": BLANK,
-        "manifest": json.dumps({**asdict(manifest), "suffix_text": context.suffix_text}),
+        "manifest": json.dumps({**manifest.described(), "suffix_text": context.suffix_text}),
     }
     payload = safetensors.torch.save(pack(cache, context), metadata)
     return payload.replace(BLANK.encode(), hashlib.sha256(payload).hexdigest().encode(), 1)
 
 
 def read(path: str | Path, device: str | torch.device = "cpu") -> tuple[RaggedCache, Context, Manifest]:
-    """Refuses whatever is not exactly what `write` wrote."""
+    """Reads what `write` wrote, and refuses anything else."""
     path = Path(path)
-    manifest = {
-        **{field.name: field.default for field in fields(Manifest) if field.default is not MISSING},
-        **verify(path),
-    }
+    defaults = {field.name: field.default for field in fields(Manifest) if field.default is not MISSING}
+    manifest = defaults | from_file(verify(path))
     suffix_text = manifest.pop("suffix_text", "")
     if set(manifest) != {field.name for field in fields(Manifest)}:
         raise CacheFileError(f"{path} lacks fields this version needs; compress the context again.")
@@ -103,18 +105,13 @@ def read(path: str | Path, device: str | torch.device = "cpu") -> tuple[RaggedCa
     except (SafetensorError, OSError) as error:
         raise CacheFileError(f"{path} cannot be read: {error}.") from error
     known = Manifest(**manifest)
-    context = Context(
-        tensors["context_ids"].cpu().long(),
-        known.prefix,
-        tensors["suffix_ids"].cpu().long(),
-        suffix_text,
-        known.between,
-    )
+    ids, suffix = (tensors[name].cpu().long() for name in ("context_ids", "suffix_ids"))
+    context = Context(ids, known.prefix, suffix, suffix_text, known.between)
     return unpack(tensors, context.positions + known.offset, known), context, known
 
 
 def verify(path: Path) -> dict:
-    """The manifest of an intact file."""
+    """Returns the manifest of an intact file."""
     metadata = read_header(path).get("__metadata__", {})
     if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
         raise CacheFileError(f"{path} is a safetensors file but not a restorekv cache; give a file made by compress.")
@@ -137,7 +134,7 @@ def verify(path: Path) -> dict:
 
 
 def read_header(path: Path) -> dict:
-    """The JSON header of a safetensors file whose size fits it."""
+    """Returns the JSON header of a safetensors file whose size fits it."""
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
@@ -151,9 +148,7 @@ def read_header(path: Path) -> dict:
         header = json.loads(text)
         expected = 8 + length + max(entry["data_offsets"][1] for name, entry in header.items() if name[:2] != "__")
     except (ValueError, TypeError, KeyError, IndexError, AttributeError):
-        raise CacheFileError(
-            f"{path} is not a restorekv cache, or was cut short; give a file made by compress."
-        ) from None
+        raise CacheFileError(f"{path} is not a restorekv cache, or cut short; give a file made by compress.") from None
     if size != expected:
         raise CacheFileError(f"{path} is truncated or too long; copy it again or compress the context again.")
     return header
@@ -181,25 +176,17 @@ def pack(cache: RaggedCache, context: Context) -> dict[str, Tensor]:
 
 
 def unpack(tensors: dict[str, Tensor], seen: int, manifest: Manifest) -> RaggedCache:
-    """The inverse of `pack`."""
-    return RaggedCache(
-        [
-            RaggedLayer(
-                *context_of(tensors, index, offsets, manifest),
-                offsets=offsets,
-                positions=tensors[f"layers.{index}.positions"],
-                seen=seen,
-                restore_keys=tensors["restore_keys"][index][None],
-                restore_values=tensors["restore_values"][index][None],
-                bias=tensors.get(f"layers.{index}.bias"),
-            )
-            for index, offsets in enumerate(tensors["offsets"])
-        ]
-    )
+    """Inverts `pack`."""
+    layers = []
+    for index, offsets in enumerate(tensors["offsets"]):
+        restored = (tensors[name][index][None] for name in ("restore_keys", "restore_values"))
+        rows, positions = context_of(tensors, index, offsets, manifest), tensors[f"layers.{index}.positions"]
+        layers.append(RaggedLayer(*rows, offsets, positions, seen, *restored, tensors.get(f"layers.{index}.bias")))
+    return RaggedCache(layers)
 
 
 def context_of(tensors: dict[str, Tensor], index: int, offsets: Tensor, manifest: Manifest) -> tuple:
-    """Keys and values of a layer's context."""
+    """Returns keys and values of a layer's context."""
     names = [f"layers.{index}.keys", f"layers.{index}.values"]
     rows = tuple(tensors[name] for name in names)
     if manifest.storage == "model":

@@ -1,8 +1,8 @@
 """One-token steps of a batch that are the same work every time: a CUDA graph replays it, torch.compile traces it once.
 
-Ids, positions, mask and the place in the tails are tensors on the device, which a step reads and moves on itself; tails
-are buffers of one size, and the mask hides what is not written yet. Rows that have ended go on with the others. On a
-GPU the second step is captured and later ones are replayed; elsewhere every step runs as it is written here.
+Ids, positions, mask and the place in the tails are tensors on the device, which a step reads and advances; tails are
+buffers of one size, and the mask hides what is not written yet. Rows that have ended continue with the others. On a GPU
+the second step is captured and later ones are replayed; elsewhere every step runs as it is written here.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from transformers.cache_utils import Cache
 
 
 class Steps:
-    """`cache` behind its questions, whose tokens `ids` (B, 1) at `positions` (B, 1) come next; `visible` (B, columns)
-    bool tells what of the tails each row sees. At most `count` steps."""
+    """Decodes at most `count` steps from `cache`, whose tails hold the questions.
+
+    `ids` (B, 1) at `positions` (B, 1) come next; `visible` (B, columns) bool marks what each row sees of the tails.
+    """
 
     def __init__(
         self, model: PreTrainedModel, cache: Cache, ids: Tensor, positions: Tensor, visible: Tensor, count: int
@@ -30,7 +32,7 @@ class Steps:
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
-        """The likeliest next ids (B, 1), in a tensor that the next step writes over."""
+        """Returns the likeliest next ids (B, 1), in a tensor that the next step overwrites."""
         if self.graph is not None:
             self.graph.replay()
         elif self.taken and self.ids.is_cuda:
@@ -41,7 +43,7 @@ class Steps:
         return self.ids
 
     def step(self) -> None:
-        """One token of every row."""
+        """Decodes one token of every row."""
         self.visible.index_fill_(1, (self.moved + self.width).view(1), True)
         output = self.model(
             input_ids=self.ids, attention_mask=self.visible[:, None, None], position_ids=self.positions,
@@ -52,7 +54,7 @@ class Steps:
         self.moved += 1
 
     def capture(self) -> None:
-        """The first step has compiled and allocated everything; capturing does nothing, so replay does this one."""
+        """Captures a step, once the first one has compiled and allocated everything, and replays it: this step."""
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.step()
@@ -60,6 +62,6 @@ class Steps:
 
 
 def last_of(ids: Tensor) -> Tensor | int:
-    """For `logits_to_keep`. On a CPU an index, not 1: a slice is strided, and the LM head is then fifty times slower in
-    bfloat16. An index would have to cross to a GPU in every step."""
+    """Returns `logits_to_keep` for the last token. On a CPU it is an index: 1 makes a strided slice, with which the LM
+    head is fifty times slower in bfloat16. An index would have to be copied to a GPU in every step."""
     return torch.tensor([ids.shape[1] - 1]) if ids.device.type == "cpu" else 1

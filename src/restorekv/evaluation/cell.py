@@ -7,7 +7,7 @@ import json
 import re
 from dataclasses import asdict, dataclass
 
-from restorekv.compression.budget import exact_ratio
+from restorekv.compression.budget import exact_ratio, from_file, to_file
 from restorekv.compression.prepared import CompressionConfig
 
 FULL = "full"
@@ -20,7 +20,7 @@ class Cell:
 
     `evictor` is a spec, or "full" for the full cache; `adapter` is what `load_adapter` takes, None for the base alone.
     Of the conventions, None means the protocol's. `max_context` cuts longer contexts at their end (0: the longest that
-    the model takes). `streaming` compresses so many tokens at a time (0: all at once); see streamed.py.
+    the model takes). `streaming` compresses so many tokens at a time (0: all at once); see streaming.py.
     """
 
     model: str
@@ -31,7 +31,7 @@ class Cell:
     restore_tokens: int | None = None
     protocol: str = "kvpress"
     prefix_policy: str | None = None
-    on_tight: str = "error"
+    on_small_budget: str = "error"
     allocation: str = "global"
     restore_from: str = "full"
     offset: int = 0
@@ -67,7 +67,12 @@ class Cell:
     @property
     def told(self) -> dict:
         """For files."""
-        return {key: value for key, value in asdict(self).items() if key not in LATER or value != LATER[key]}
+        return to_file({key: value for key, value in asdict(self).items() if key not in LATER or value != LATER[key]})
+
+    @classmethod
+    def parse(cls, told: dict) -> Cell:
+        """The counterpart of `told`."""
+        return cls(**from_file(told))
 
     @property
     def name(self) -> str:
@@ -81,4 +86,4 @@ class Cell:
     def conventions(self, prefix_policy: str) -> CompressionConfig:
         """With the protocol's prefix policy where the cell names none."""
         policy = self.prefix_policy or prefix_policy
-        return CompressionConfig.make(policy, self.on_tight, self.allocation, self.restore_from, self.offset)
+        return CompressionConfig(policy, self.on_small_budget, self.allocation, self.restore_from, self.offset)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from restorekv.compression.compressor import method
+from restorekv.compression.compressor import make_compressor
 from restorekv.evaluation import provenance as common
 from restorekv.evaluation.cell import FULL, Cell
 from restorekv.evaluation.worker import Worker
@@ -36,5 +36,5 @@ def identity(worker: Worker, cell: Cell) -> str:
     if cell.evictor == FULL:
         return FULL
     context, _ = worker.protocol.context(cell.model, worker.tokenizer, "any text")
-    made = worker.protocol.adapted(method(cell.evictor, worker.conventions(cell)), context.prefix)
+    made = worker.protocol.adapted(make_compressor(cell.evictor, worker.conventions(cell)), context.prefix)
     return made.identity(worker.model)

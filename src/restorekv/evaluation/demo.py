@@ -14,7 +14,7 @@ from restorekv import tasks
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.compressor import Eviction, load_adapter
 from restorekv.compression.generate import ask
-from restorekv.compression.prepared import PreparedContext, timed
+from restorekv.compression.prepared import ScoredContext, timed
 from restorekv.evaluation.tables import name
 from restorekv.model.load import BUNDLED
 from restorekv.tasks.bundled import question_of
@@ -81,14 +81,14 @@ def side_by_side(
         prepared = replace(eviction, adapter=adapter).prepare(model, tokenizer, sample.context)
         if not found:
             reading = {"prefill": prepared.seconds["prefill"]}
-            found.append(answered(prepared, tokenizer, sample, "full cache", prepared.at(1, restored=False), reading))
+            found.append(answered(prepared, tokenizer, sample, "full cache", prepared.evict(1, 0), reading))
         for title, cache, seconds in caches(prepared, evictor, ratios):
             found.append(answered(prepared, tokenizer, sample, title, cache, seconds))
     return prepared.context.tokens, found
 
 
 def caches(
-    prepared: PreparedContext, evictor: str, ratios: Sequence[float]
+    prepared: ScoredContext, evictor: str, ratios: Sequence[float]
 ) -> Iterator[tuple[str, RaggedCache, dict[str, float]]]:
     """Title, cache and seconds of every ratio, without restoring and, where there is an adapter, with it."""
     for ratio in ratios:
@@ -96,12 +96,12 @@ def caches(
             phases = ("prefill", "score", "restore") if restored else ("prefill", "score")
             seconds = {phase: prepared.seconds[phase] for phase in phases}
             with timed(seconds, "evict"):
-                cache = prepared.at(ratio, restored=restored)
+                cache = prepared.evict(ratio, None if restored else 0)
             yield f"{name(evictor, restored)}, r = {ratio:g}", cache, seconds
 
 
 def answered(
-    prepared: PreparedContext, tokenizer: Tokenizer, sample: tasks.Sample, title: str, cache: RaggedCache,
+    prepared: ScoredContext, tokenizer: Tokenizer, sample: tasks.Sample, title: str, cache: RaggedCache,
     seconds: dict[str, float],
 ) -> Answered:  # fmt: skip
     """The questions asked of one cache, in one batch."""

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from restorekv import tasks
 from restorekv.compression.budget import exact_ratio
-from restorekv.compression.compressor import method, shipped_adapter
-from restorekv.compression.prepared import PLAIN
+from restorekv.compression.compressor import make_compressor, shipped_adapter
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.cell import Cell
 from restorekv.model.load import BUNDLED, bundled_path, canonical
@@ -42,7 +41,9 @@ class Grid:
 
     def every(self) -> Iterator[Cell]:
         ratios = sorted({shortest(ratio) for ratio in self.ratios}, key=float, reverse=True)
-        bare = ("on_tight", "allocation", "restore_from", "offset", "prefix_policy", "restore_tokens", "streaming")
+        bare = (
+            "on_small_budget", "allocation", "restore_from", "offset", "prefix_policy", "restore_tokens", "streaming",
+        )  # fmt: skip
         plain = {key: value for key, value in self.common.items() if key not in bare}
         for model, protocol, benchmark in product(map(canonical, self.models), self.protocols, self.asked()):
             place = {"model": model, "protocol": protocol, "benchmark": benchmark}
@@ -75,8 +76,7 @@ def shortest(ratio: str) -> str:
 
 def known(evictor: str) -> str:
     """A method's shortest spec."""
-    made = method(evictor, PLAIN)
-    return getattr(made, "evictor", made).spec
+    return make_compressor(evictor).spec
 
 
 def named(text: str) -> tuple[str, str | None]:

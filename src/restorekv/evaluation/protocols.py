@@ -3,7 +3,7 @@
 kvpress    the model's chat template; context and template prefix compete for the budget (four columns pinned);
            question, template suffix and answer prefix are one string; the first id of an answer ends nothing; RoPE as
            configured (NVIDIA/kvpress 0.5.5, pipeline.py)
-kvzip      the project's own templates with a task line, kept beside the budget; pieces are tokenised one by one and
+kvzip      the project's own templates with a task line, kept and not counted; pieces are tokenized one by one and
            questions begin "Q: "; the last id of an answer is dropped, whatever it is; chunks of 2,000 tokens, every
            prefix column a sink, a space behind the prompt of later chunks; YaRN for Qwen3
            (snu-mllab/KVzip 5d84729: data/wrapper.py, model/{load,template,wrapper}.py)
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -21,9 +21,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.compression.budget import PrefixPolicy
-from restorekv.compression.compressor import Eviction
+from restorekv.compression.prepared import Compressor
 from restorekv.errors import RestoreKVError
-from restorekv.evictors.kvzip import KVzip
 from restorekv.model.prompt import Context, around, encode, make_context, question_ids
 from restorekv.tasks import Question
 
@@ -36,7 +35,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 @dataclass(frozen=True)
 class Protocol(ABC):
-    """One project's way; `stops` says in words how an answer ends."""
+    """One project's way to ask; `stops` says in words how an answer ends."""
 
     name: ClassVar[str]
     prefix_policy: ClassVar[PrefixPolicy]
@@ -44,41 +43,43 @@ class Protocol(ABC):
     stops: ClassVar[str]
 
     def rope(self, model: str) -> Mapping[str, object] | None:
-        """What is changed of the model's RoPE on loading, by the model's name."""
+        """Returns what to change in the model's RoPE on loading, by the model's name."""
         return None
 
-    def adapted(self, method: object, prefix: int) -> object:
-        """The method with this protocol's settings, where the spec left them as they were; `prefix` is S."""
+    def adapted(self, method: Compressor, prefix: int) -> Compressor:
+        """Returns the method with this protocol's settings where its spec leaves the defaults; `prefix` is S."""
         return method
 
     @abstractmethod
     def surroundings(self, model: str, tokenizer: Tokenizer) -> tuple[str, str]:
-        """The text before the context and the text after a question."""
+        """Returns the text before the context and the text after a question."""
 
     @abstractmethod
     def whole_context(self, model: str, tokenizer: Tokenizer, text: str) -> Context:
-        """The context with its prefix and suffix, however long."""
+        """Returns the context with its prefix and suffix, however long."""
 
     @abstractmethod
     def prompt(self, tokenizer: Tokenizer, context: Context, question: Question) -> Tensor:
-        """ids (1, q) that follow the context and end where the answer begins."""
+        """Returns the ids (1, q) that follow the context and end where the answer begins."""
 
     def ended(self, ids: list[int]) -> list[int]:
-        """Of an answer's ids, those that are its text."""
+        """Returns those ids of an answer that are its text."""
         return ids
 
     def context(self, model: str, tokenizer: Tokenizer, text: str, most: int = 0) -> tuple[Context, int]:
-        """The context and how many ids were cut off its end, to leave `most` with the prefix (0: the tokenizer's)."""
+        """Returns a context of at most `most` ids with its prefix (0: the tokenizer's limit), and how many it cut."""
         whole = self.whole_context(model, tokenizer, text)
         limit = most or tokenizer.model_max_length
         if limit >= min(whole.positions, NO_LIMIT):
             return whole, 0
         if limit <= whole.prefix:
-            raise RestoreKVError(f"A context of {limit} ids has no room beside the {whole.prefix} of the template.")
+            raise RestoreKVError(
+                f"A context of {limit} ids has no room for a text after the template's {whole.prefix}; allow more."
+            )
         return replace(whole, ids=whole.ids[:, :limit]), whole.positions - limit
 
     def described(self, model: str, tokenizer: Tokenizer) -> dict[str, object]:
-        """For results."""
+        """Returns what results record."""
         before, after = self.surroundings(model, tokenizer)
         changed = self.rope(model)
         return {
@@ -89,7 +90,7 @@ class Protocol(ABC):
 
 @dataclass(frozen=True)
 class KVPress(Protocol):
-    """Context and template are tokenised together, as are question, suffix and answer prefix."""
+    """Tokenizes context and template together, and so question, suffix and answer prefix."""
 
     name: ClassVar[str] = "kvpress"
     prefix_policy: ClassVar[PrefixPolicy] = "counted"
@@ -108,9 +109,9 @@ class KVPress(Protocol):
 
 @dataclass(frozen=True)
 class KVzipOwn(Protocol):
-    """Families are told by the model's name; a model of none of them is asked through its own template.
+    """Recognizes a model's family by its name; a model of none of them is asked through its own template.
 
-    An answer prefix, which KVzip's benchmarks do not have, follows the suffix as a piece of its own. Questions whose
+    An answer prefix, which KVzip's benchmarks do not have, follows the suffix as a separate piece. Questions whose
     facts say `bare` get no "Q: " (the lettered ones of RestoreKV's evaluation).
     """
 
@@ -122,12 +123,9 @@ class KVzipOwn(Protocol):
     def rope(self, model: str) -> Mapping[str, object] | None:
         return YARN if family(model) == "qwen3" else None
 
-    def adapted(self, method: object, prefix: int) -> object:
-        """KVzip and its kin repeat 2,000 tokens at a time and take every prefix column for a sink."""
-        if not isinstance(method, Eviction) or not isinstance(method.evictor, KVzip):
-            return method
-        own = {"chunk": 2000, "sinks": prefix, "space": True}
-        return replace(method, evictor=where_default(method.evictor, own))
+    def adapted(self, method: Compressor, prefix: int) -> Compressor:
+        """Returns KVzip and its variants as their authors run them."""
+        return method.as_published(prefix)
 
     def surroundings(self, model: str, tokenizer: Tokenizer) -> tuple[str, str]:
         kind = family(model)
@@ -150,8 +148,8 @@ class KVzipOwn(Protocol):
 
     def prompt(self, tokenizer: Tokenizer, context: Context, question: Question) -> Tensor:
         text = question.text if question.facts.get("bare") else f"Q: {question.text}"
-        asked = encode(tokenizer, "\n\n" + text.strip())
-        return torch.cat([asked, context.suffix, encode(tokenizer, question.answer_prefix)], -1)
+        words = encode(tokenizer, "\n\n" + text.strip())
+        return torch.cat([words, context.suffix, encode(tokenizer, question.answer_prefix)], -1)
 
     def ended(self, ids: list[int]) -> list[int]:
         return ids[:-1]
@@ -161,25 +159,15 @@ PROTOCOLS: dict[str, Protocol] = {"kvpress": KVPress(), "kvzip": KVzipOwn()}
 
 
 def make(name: str) -> Protocol:
-    """By name."""
+    """Returns the protocol of that name."""
     if name not in PROTOCOLS:
         raise RestoreKVError(f"There is no protocol {name!r}; use {' or '.join(PROTOCOLS)}.")
     return PROTOCOLS[name]
 
 
 def family(model: str) -> str:
-    """Whose template KVzip's code takes, by the last part of the name: llama, qwen3, qwen or none of them."""
+    """Returns the family whose template KVzip's code uses, by the last part of the name: llama, qwen3, qwen or ""."""
     name = model.rstrip("/").rsplit("/", 1)[-1].lower()
     if "llama" in name:
         return "llama"
     return "qwen3" if "qwen3-" in name else "qwen" * name.startswith("qwen")
-
-
-def where_default(evictor: KVzip, own: Mapping[str, object]) -> KVzip:
-    """The evictor with those settings of `own` that it has and that its spec left as they were."""
-    changed = {
-        field.name: own[field.name]
-        for field in fields(evictor)
-        if field.name in own and getattr(evictor, field.name) == field.default
-    }
-    return replace(evictor, **changed)

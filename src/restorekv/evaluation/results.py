@@ -120,7 +120,7 @@ def read(place: Path) -> Result:
     """A cell's folder."""
     try:
         told = json.loads((place / CELL).read_text(encoding="utf-8"))
-        return Result(place, Cell(**told["cell"]), told["facts"])
+        return Result(place, Cell.parse(told["cell"]), told["facts"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RestoreKVError(f"{place} holds no cell of restorekv ({error}); remove it.") from error
 

@@ -10,9 +10,8 @@ from typing import Protocol
 
 from restorekv import tasks
 from restorekv.cache import quantized
-from restorekv.compression import streaming
 from restorekv.compression.budget import exact_ratio
-from restorekv.compression.compressor import method, streamable
+from restorekv.compression.compressor import make_compressor
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.cell import FULL, Cell
 from restorekv.evaluation.cell_facts import facts
@@ -141,10 +140,8 @@ def check(cells: Sequence[Cell]) -> None:
         quantized.check(cell.storage)
         check_dtype(cell.dtype)
         if cell.evictor != FULL:
-            made = method(cell.evictor, cell.conventions(make(cell.protocol).prefix_policy))
-            if cell.streaming:
-                streamable(made)
-                streaming.check(made.evictor)
+            conventions = cell.conventions(make(cell.protocol).prefix_policy)
+            make_compressor(cell.evictor, conventions, cell.streaming or None)
 
 
 def lacking(results: dict[Cell, Result], names: Sequence[str]) -> Missing:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -51,7 +51,7 @@ class Survivors:
     def figures(self) -> dict:
         """Everything above as plain JSON values."""
         return {
-            **asdict(self.manifest),
+            **self.manifest.described(),
             "kept_per_head": self.per_head.tolist(),
             "share_per_layer": rounded(self.per_layer),
             "share_per_position": rounded(self.per_position),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property, lru_cache
 
 import torch
@@ -14,10 +13,9 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import tasks
 from restorekv.cache.ragged import RaggedCache
-from restorekv.compression.compressor import Eviction, load_adapter, method
+from restorekv.compression.compressor import load_adapter, make_compressor
 from restorekv.compression.generate import answer_ids, answer_text, stop_ids
-from restorekv.compression.prepared import PLAIN, CompressionConfig, PreparedContext, timed
-from restorekv.compression.streaming import Streaming
+from restorekv.compression.prepared import CompressionConfig, Compressor, PreparedContext, ScoredContext, timed
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
 from restorekv.evaluation.cell import FULL, Cell
@@ -33,9 +31,7 @@ from restorekv.tasks import Sample
 
 Seconds = dict[str, float]
 Line = tuple[Cell, dict, Seconds]  # a cell, its answers to one context, and what they took
-View = tuple[
-    PreparedContext | Streaming, list[Cell], Seconds
-]  # what makes caches, whose, what it took for the first of them
+View = tuple[PreparedContext, list[Cell], Seconds]  # what makes caches, for which cells, and what preparing it took
 
 
 class Worker:
@@ -47,13 +43,14 @@ class Worker:
         self.model, self.tokenizer = opened_model(first.model, first.dtype, device, first.protocol)
         attention.install(self.model)
         self.adapters = {cell: self.load(cell) for cell in job.cells}
-        fixed = {self.conventions(cell) for cell in job.cells if not self.plain(cell)}
+        methods = {cell: self.compressor(cell) for cell in job.cells if cell.evictor != FULL}
+        fixed = {method.conventions for method in methods.values() if not method.any_config}
         if len(fixed) > 1:
             raise RestoreKVError(f"{first.evictor} builds its cache by its conventions; evaluate one set of them.")
 
     @cached_property
     def samples(self) -> list[Sample]:
-        """In the benchmark's order."""
+        """The benchmark's samples, in its order."""
         return self.benchmark.chosen(self.tokenizer, self.protocol.name)
 
     @cached_property
@@ -61,22 +58,24 @@ class Worker:
         return {sample.id: sample for sample in self.samples}
 
     def conventions(self, cell: Cell) -> CompressionConfig:
-        return PLAIN if cell.evictor == FULL else cell.conventions(self.protocol.prefix_policy)
+        """Returns the cell's config; the full cache has the default one."""
+        return CompressionConfig() if cell.evictor == FULL else cell.conventions(self.protocol.prefix_policy)
+
+    def compressor(self, cell: Cell) -> Compressor:
+        """Returns the method as the cell names it."""
+        return make_compressor(cell.evictor, self.conventions(cell), cell.streaming or None)
 
     def load(self, cell: Cell) -> RestoreAdapter | None:
-        """A cell's adapter, checked against the evictor as the cell names it."""
-        if cell.evictor == FULL:
+        """Returns a cell's adapter, checked against the evictor as the cell names it."""
+        if cell.evictor == FULL or cell.adapter is None:
             return None
-        base = method(cell.evictor, self.conventions(cell))
-        if cell.adapter is None:
-            return None
-        found = load_adapter(self.model, cell.adapter, base, cell.restore_tokens)
-        if found is None:
+        adapter = load_adapter(self.model, cell.adapter, self.compressor(cell), cell.restore_tokens)
+        if adapter is None:
             raise RestoreKVError(f"No adapter for {cell.evictor} ships for {cell.model}; name one or ask it alone.")
-        return found
+        return adapter
 
     def answers(self, name: str, cells: Sequence[Cell]) -> Iterator[Line]:
-        """A sample's questions asked of every cell in turn; what is expensive is done once, and only if needed."""
+        """Asks a sample's questions of every cell in turn; what is expensive is done once, and only if needed."""
         sample, first = self.by_id[name], self.job.first
         context, cut = self.protocol.context(first.model, self.tokenizer, sample.context, first.max_context)
         full: FullAnswers | None = None
@@ -85,58 +84,55 @@ class Worker:
             full = full or self.full_answers(context, view, sample, reading)
             for cell, cache, seconds in self.caches(view, members, borne):
                 if cell.evictor == FULL:
-                    told = self.told(sample, full, full.answers, [0.0] * len(full.answers))
+                    answers = self.scored(sample, full, full.answers, [0.0] * len(full.answers))
                     seconds["ask"] = reading["ask"]
                 else:
                     with timed(seconds, "ask"):
                         ids = self.ask(cache, full.prompts, sample)
                     with timed(seconds, "fidelity"):
-                        told = self.told(sample, full, ids, full.divergences(self.model, cache))
-                held = {
+                        answers = self.scored(sample, full, ids, full.divergences(self.model, cache))
+                line = {
                     "sample": sample.id, "context": digest(sample.context), "cut": cut,
                     "tokens": context.tokens, "prefix": context.prefix,
                     "restore_tokens": cache.restore, "pairs": view.conventions.counted_pairs(cache, context),
                     "pairs_with_prefix": cache.pairs, "bytes": cache.nbytes,
                 }  # fmt: skip
-                yield cell, {**held, "answers": told}, seconds
+                yield cell, {**line, "answers": answers}, seconds
 
     def treatment(self, cell: Cell) -> tuple:
-        """Cells that agree in this differ in ratio and storage alone."""
+        """Returns what the cells have in common that differ in ratio and storage alone."""
         return (cell.evictor == FULL, cell.adapter, cell.restore_tokens, self.conventions(cell))
 
     @torch.no_grad()
     def caches(
-        self, view: PreparedContext | Streaming, members: Sequence[Cell], borne: Seconds
+        self, view: PreparedContext, members: Sequence[Cell], borne: Seconds
     ) -> Iterator[tuple[Cell, RaggedCache, Seconds]]:
-        """Every cell's, and what it took; one for each ratio, of which every storage is a copy."""
+        """Yields every cell's cache and what it took; one for each ratio, of which every storage is a copy."""
         by_ratio: dict[str, list[Cell]] = {}
         for cell in members:
             by_ratio.setdefault(cell.ratio, []).append(cell)
         for ratio, group in by_ratio.items():
-            seconds: Seconds = {}
-            with timed(seconds, "evict"):
-                made = view.at(ratio, restored=group[0].restored)
-            seconds = borne | (view.seconds if isinstance(view, Streaming) else seconds)
+            plain, seconds = view.evict_timed(ratio, None if group[0].restored else 0)
+            seconds = borne | seconds
             for cell in group:
-                cache = made
+                cache = plain
                 if cell.storage != "model":
                     with timed(seconds, "evict"):
-                        cache = made.fork()
+                        cache = plain.fork()
                         cache.store(cell.storage)
                 yield cell, cache, seconds
                 seconds = {}
             borne = {}
 
     def prepare(self, context: Context, only_full: bool) -> PreparedContext:
-        """Prefill and, unless only the full cache is asked, scores."""
-        first = self.job.first
+        """Returns the context with its prefill and, unless only the full cache is asked, scores."""
         if not only_full:
-            made = self.protocol.adapted(method(first.evictor, self.conventions(first)), context.prefix)
-            return made.prepare(self.model, self.tokenizer, context)
+            method = self.protocol.adapted(self.compressor(self.job.first), context.prefix)
+            return method.prepare(self.model, self.tokenizer, context)
         seconds: Seconds = {}
         with timed(seconds, "prefill"):
             full = prefill(self.model, context.ids)
-        return PreparedContext(self.model, context, full, self.unscored(context), PLAIN, 0, seconds)
+        return ScoredContext(self.model, context, full, self.unscored(context), seconds=seconds)
 
     def unscored(self, context: Context) -> Tensor:
         """Returns scores (L, H, T) for a cache that keeps every pair."""
@@ -145,40 +141,24 @@ class Worker:
 
     @torch.no_grad()
     def views(self, context: Context, cells: Sequence[Cell]) -> Iterator[View]:
-        """The preparation under each treatment; one restore pass for each adapter and convention."""
+        """Yields the preparation under each treatment; one restore pass for each adapter and config."""
         groups: dict[tuple, list[Cell]] = {}
         for cell in cells:
             groups.setdefault(self.treatment(cell), []).append(cell)
-        if self.job.first.streaming:
-            yield from ((self.streaming(context, members[0]), members, {}) for members in groups.values())
-            return
         prepared = self.prepare(context, only_full=all(cell.evictor == FULL for cell in cells))
         borne = dict(prepared.seconds)
         for members in groups.values():
-            first, adapter = members[0], self.adapters[members[0]]
-            view = replace(prepared, conventions=self.conventions(first)) if self.plain(first) else prepared
+            adapter = self.adapters[members[0]]
+            view = prepared.with_conventions(self.conventions(members[0]))
             view = view.with_restore_cache(adapter) if adapter else view
             borne |= {phase: took for phase, took in view.seconds.items() if phase not in prepared.seconds}
             yield view, members, borne
             borne = {}
 
-    def streaming(self, context: Context, cell: Cell) -> Streaming:
-        """A pass over the context for each of its ratios."""
-        conventions = self.conventions(cell)
-        made = self.protocol.adapted(method(cell.evictor, conventions), context.prefix)
-        adapter = self.adapters[cell]
-        return Streaming(self.model, self.tokenizer, context, made.evictor, conventions, cell.streaming, adapter)
-
-    def plain(self, cell: Cell) -> bool:
-        """Whether the conventions may be chosen after scoring: not where a method builds its cache by them."""
-        return cell.evictor == FULL or isinstance(method(cell.evictor, self.conventions(cell)), Eviction)
-
-    def full_answers(
-        self, context: Context, view: PreparedContext | Streaming, sample: Sample, seconds: Seconds
-    ) -> FullAnswers:
-        """What the full cache answers to the sample's questions; a streamed context is read whole for it."""
-        full = prefill(self.model, context.ids) if isinstance(view, Streaming) else view.full
-        cache = PreparedContext(self.model, context, full, self.unscored(context)).at(1)
+    def full_answers(self, context: Context, view: PreparedContext, sample: Sample, seconds: Seconds) -> FullAnswers:
+        """Returns what the full cache answers to the sample's questions; a streamed context is read whole for it."""
+        full = prefill(self.model, context.ids) if view.full is None else view.full
+        cache = ScoredContext(self.model, context, full, self.unscored(context)).evict(1)
         prompts = [self.protocol.prompt(self.tokenizer, context, question)[0] for question in sample.questions]
         with timed(seconds, "ask"):
             ids = self.ask(cache, prompts, sample)
@@ -188,10 +168,10 @@ class Worker:
     def ask(self, cache: RaggedCache, prompts: Sequence[Tensor], sample: Sample) -> list[Tensor]:
         """Returns the ids of every question's answer, written in batches."""
         limits = [question.max_new_tokens for question in sample.questions]
-        may = self.protocol.first_may_stop
-        return answer_ids(self.model, self.tokenizer, cache, prompts, limits, first_may_stop=may)
+        stops = self.protocol.first_may_stop
+        return answer_ids(self.model, self.tokenizer, cache, prompts, limits, first_may_stop=stops)
 
-    def told(
+    def scored(
         self, sample: Sample, full: FullAnswers, answers: Sequence[Tensor], divergences: Sequence[float]
     ) -> list[dict]:
         """Returns every question's answer with its scores and its fidelity to the full cache's answer."""

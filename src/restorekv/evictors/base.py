@@ -36,6 +36,11 @@ class Evictor(ABC):
         """Returns what determines the scores, for records: the spec, with a digest in place of a file's name."""
         return self.spec
 
+    def as_published(self, prefix: int) -> Self:
+        """Returns the evictor with the settings of its authors' code where the spec leaves the defaults; `prefix` is
+        the number S of the chat template's columns."""
+        return self
+
     def latest(self, context: Context) -> int:
         """Returns how many columns at the end of `context` are always kept."""
         return 0

@@ -11,8 +11,8 @@ block (attention/blocked.py; on a GPU triton_maxima.py): neither A nor a copy of
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -55,6 +55,12 @@ class KVzip(Evictor):
     def __post_init__(self) -> None:
         if self.chunk < 1 or self.sinks < 0:
             raise RestoreKVError(f"{self.name} takes chunk >= 1 and sinks >= 0, not {self.chunk} and {self.sinks}.")
+
+    def as_published(self, prefix: int) -> Self:
+        """The authors repeat 2,000 tokens at a time, use every prefix column as a sink and end prompts with a space."""
+        own = {"chunk": 2000, "sinks": prefix, "space": True}
+        left = [field.name for field in fields(self) if getattr(self, field.name) == field.default]
+        return replace(self, **{name: own[name] for name in left if name in own})
 
     def score(self, model: Model, tokenizer: Tokenizer, context: Context, full: Cache, observer: None = None) -> Tensor:
         """Returns (L, H, T) after one pass over the full cache for every chunk."""

@@ -5,6 +5,7 @@ text, is the context that is compressed; what follows it closes the user's turn 
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -46,21 +47,34 @@ def default_between(tokenizer: Tokenizer) -> str:
     return str(tokenizer.init_kwargs.get("between", BETWEEN))
 
 
-def make_context(tokenizer: Tokenizer, text: str, between: str = "") -> Context:
-    """Tokenizes prefix and text together, so that tokens merge at the template's edge as they did in training.
+def make_context(tokenizer: Tokenizer, text: str | Sequence[int] | Tensor, between: str = "") -> Context:
+    """Tokenizes prefix and text together, so that a boundary at the template merges as in training.
 
-    Nothing precedes a question unless `between` is given: benchmarks and training data word their questions fully.
+    `text` may be token ids (T,) instead, which follow the prefix's. Nothing stands before a question unless `between`
+    says what; benchmarks and training data word theirs whole.
     """
-    if not isinstance(text, str):
-        raise RestoreKVError(f"The context is text, not {type(text).__name__}.")
-    if not text.strip():
-        raise RestoreKVError("The context is empty; give a text with at least one word.")
     before, after = around(tokenizer)
-    prefix = encode(tokenizer, before).shape[-1]
-    ids = encode(tokenizer, before + text)
-    if ids.shape[-1] <= prefix:
+    prefix = encode(tokenizer, before)
+    if isinstance(text, str):
+        if not text.strip():
+            raise RestoreKVError("The context is empty; give a text with at least one word.")
+        ids = encode(tokenizer, before + text)
+    else:
+        ids = torch.cat([prefix, token_ids(tokenizer, text)], -1)
+    if ids.shape[-1] <= prefix.shape[-1]:
         raise RestoreKVError("The context has no tokens besides the chat template; give a longer text.")
-    return Context(ids, prefix, encode(tokenizer, after), after, between)
+    return Context(ids, prefix.shape[-1], encode(tokenizer, after), after, between)
+
+
+def token_ids(tokenizer: Tokenizer, ids: Sequence[int] | Tensor) -> Tensor:
+    """Returns ids (T,) as (1, T) long; refuses what is no sequence of the tokenizer's ids."""
+    if isinstance(ids, list | tuple) and all(type(each) is int for each in ids):
+        ids = torch.tensor(ids, dtype=torch.long)
+    if not isinstance(ids, Tensor) or ids.dim() != 1 or ids.is_floating_point() or ids.is_complex():
+        raise RestoreKVError(f"The context is text or a 1-D sequence of token ids, not {type(ids).__name__}.")
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(tokenizer):
+        raise RestoreKVError(f"Token ids run from 0 to {len(tokenizer) - 1} with this tokenizer; give its own ids.")
+    return ids.detach().cpu().long()[None]
 
 
 def question_ids(

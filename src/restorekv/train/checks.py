@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from restorekv.cache.ragged import RaggedCache
-from restorekv.compression.prepared import PreparedContext
+from restorekv.compression.prepared import ScoredContext
 from restorekv.errors import RestoreKVError
 from restorekv.model import attention
 from restorekv.model.load import logits
@@ -62,13 +62,13 @@ def check(adapter: RestoreAdapter, lessons: TeacherCache, visit: StepSample) -> 
             "with this model, or delete the folder of --store."
         )
     restored = prepared.with_restore_cache(adapter)
-    base, none = loss(prepared.at(ratio)), loss(restored.at(ratio, 0))
+    base, none = loss(prepared.evict(ratio)), loss(restored.evict(ratio, 0))
     with attention.using("naive"):
-        defined = loss(prepared.at(ratio))
+        defined = loss(prepared.evict(ratio))
     for what, found in (("with no restore tokens", none), ("by the definition of ragged attention", defined)):
         if not abs(found - base) <= same * (1 + base):
             raise RestoreKVError(f"The evicted cache's loss is {base:.4f}, but {found:.4f} {what}; report this.")
-    return Checks(ratio, full, base, loss(restored.at(ratio)))
+    return Checks(ratio, full, base, loss(restored.evict(ratio)))
 
 
 def losses(lessons: TeacherCache, cache: RaggedCache, taught: list[TeacherTarget]) -> Tensor:
@@ -77,7 +77,7 @@ def losses(lessons: TeacherCache, cache: RaggedCache, taught: list[TeacherTarget
     return from_hidden(lessons.model, torch.cat([x.hidden for x in taught]), seen.hidden)
 
 
-def plain(lessons: TeacherCache, prepared: PreparedContext, taught: list[TeacherTarget]) -> Tensor:
+def plain(lessons: TeacherCache, prepared: ScoredContext, taught: list[TeacherTarget]) -> Tensor:
     """`losses` of the model on the dense cache, one question at a time, by the logits that it makes itself."""
     model, found = lessons.model, []
     for lesson in taught:

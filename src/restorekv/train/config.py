@@ -90,7 +90,7 @@ class TrainConfig:
     def eviction(self) -> Eviction:
         """What the adapter is trained to restore; contexts too short for n restore tokens get fewer."""
         conventions = {"allocation": self.allocation, "restore_from": self.restore_from}
-        return Eviction.make(self.evictor, prefix_policy=self.prefix_policy, on_tight="fewer", **conventions)
+        return Eviction.make(self.evictor, prefix_policy=self.prefix_policy, on_small_budget="fewer", **conventions)
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.compression.generate import stop_ids
-from restorekv.compression.prepared import PreparedContext
+from restorekv.compression.prepared import ScoredContext
 from restorekv.data.manifest import tokenizer_hash
 from restorekv.model import attention
 from restorekv.model.load import model_fingerprint, rope_fingerprint
@@ -25,7 +25,7 @@ from restorekv.train.teacher import Teacher, TeacherTarget
 
 # of a config, what says where it is from and not what the model computes
 SPEAKING = ("name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "attn_implementation")
-Taught = tuple[PreparedContext, list[TeacherTarget]]
+Taught = tuple[ScoredContext, list[TeacherTarget]]
 
 
 class TeacherCache:
@@ -66,7 +66,7 @@ class TeacherCache:
             self.kept[index] = prepared, lessons
         return prepared, lessons
 
-    def prepared(self, context: Context) -> PreparedContext:
+    def prepared(self, context: Context) -> ScoredContext:
         """Prefill and scores, each from the store if it is there."""
         if self.store is None:
             return self.eviction.prepare(self.model, self.tokenizer, context)
@@ -80,7 +80,7 @@ class TeacherCache:
         if full is None or self.store_prefill:
             full = self.prefilled(context, text, full)
         stored = scores["scores"].to(self.model.device)
-        return PreparedContext(self.model, context, full, stored, self.eviction.conventions)
+        return ScoredContext(self.model, context, full, stored, self.eviction.conventions)
 
     def prefilled(self, context: Context, key: dict, full: DynamicCache | None) -> DynamicCache:
         """The full cache, from the store if it is kept there."""
@@ -89,7 +89,7 @@ class TeacherCache:
         held = self.store.get("prefill", key, lambda: packed(full or prefill(self.model, context.ids)))
         return unpacked(held, self.model.device)
 
-    def taught(self, prepared: PreparedContext, example: Example) -> list[TeacherTarget]:
+    def taught(self, prepared: ScoredContext, example: Example) -> list[TeacherTarget]:
         """The lessons, from the store if they are there."""
         if self.store is None:
             return self.teacher.teach(prepared, example)

@@ -21,7 +21,7 @@ from torch.utils.tensorboard import SummaryWriter
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.compression.prepared import PreparedContext
+from restorekv.compression.prepared import ScoredContext
 from restorekv.errors import AdapterError, RestoreKVError
 from restorekv.model.prompt import default_between, encode
 from restorekv.restore.adapter import RestoreAdapter
@@ -42,13 +42,13 @@ Progress = Callable[[int, int, float], None]
 
 
 def visit_loss(
-    model: PreTrainedModel, adapter: RestoreAdapter, taught: tuple[PreparedContext, list[TeacherTarget]],
+    model: PreTrainedModel, adapter: RestoreAdapter, taught: tuple[ScoredContext, list[TeacherTarget]],
     visit: StepSample, config: TrainConfig,
 ) -> Tensor:  # fmt: skip
     """Loss of one context over the answer tokens of its drawn questions."""
     prepared, lessons = taught
     chosen = [lessons[question] for question in visit.questions]
-    student = prepared.with_restore_cache(adapter).at(visit.ratio, visit.tokens)
+    student = prepared.with_restore_cache(adapter).evict(visit.ratio, visit.tokens)
     rows, answers = [lesson.ids for lesson in chosen], [lesson.answer for lesson in chosen]
     watched = config.watched()
     seen = answer_pass(model, student, rows, answers, tuple(watched))

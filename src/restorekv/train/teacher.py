@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.generate import BATCH, answer_ids, stop_ids
-from restorekv.compression.prepared import PreparedContext
+from restorekv.compression.prepared import ScoredContext
 from restorekv.model.load import logits
 from restorekv.model.prompt import encode, question_ids
 from restorekv.train.answers import States, answer_pass
@@ -46,13 +46,13 @@ class Teacher:
     watch: tuple[str, ...] = ()
 
     @torch.no_grad()
-    def teach(self, prepared: PreparedContext, example: Example) -> list[TeacherTarget]:
+    def teach(self, prepared: ScoredContext, example: Example) -> list[TeacherTarget]:
         """A lesson on every question of a context.
 
         Answers that this teacher wrote before (`example.answer_ids`) are taken as they are. A draft whose every id is
         the argmax of the teacher's logits *is* the greedy answer; other answers are generated.
         """
-        cache = prepared.at(1)
+        cache = prepared.evict(1)
         asked = [question_ids(self.tokenizer, prepared.context, text, empty=True)[0] for text in example.questions]
         if example.answer_ids is not None:
             answers = [torch.tensor(ids) for ids in example.answer_ids]

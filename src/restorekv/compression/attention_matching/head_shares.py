@@ -12,10 +12,9 @@ from math import floor
 from pathlib import Path
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from restorekv.compression.allocate import Allocation, even, exact_top
+from restorekv.compression.allocate import Allocation, even, top_of_each
 from restorekv.errors import BudgetError
 
 UNIFORM = "uniform"
@@ -24,7 +23,7 @@ ROUNDING = 1e-3  # by how much the shares of a file may miss 1
 
 @dataclass(frozen=True)
 class HeadShares(Allocation):
-    """One ranking in each head; `shares` (L * H), layers first, or none for equal ones. `heads` says where from."""
+    """Ranks each head alone by `shares` (L * H), layers first, or equal ones; `heads` names their file or "uniform"."""
 
     name: ClassVar[str] = "heads"
 
@@ -33,33 +32,30 @@ class HeadShares(Allocation):
 
     @classmethod
     def of(cls, heads: str, layers: int, kv_heads: int) -> "HeadShares":
-        """`heads` is "uniform" or a file, which must name exactly the heads of the model."""
+        """Makes the allocation for "uniform" or a file, which must name exactly the heads of the model."""
         if heads == UNIFORM:
             return cls()
-        found, names = (
-            read_shares(heads),
-            [f"L{layer}H{head}" for layer, head in product(range(layers), range(kv_heads))],
-        )
-        if found.keys() != set(names):
+        shares, names = read_shares(heads), [f"L{i}H{j}" for i, j in product(range(layers), range(kv_heads))]
+        if shares.keys() != set(names):
             raise BudgetError(
-                f"{heads} has shares for {len(found)} heads, the model has {layers} x {kv_heads}; "
+                f"{heads} has shares for {len(shares)} heads, the model has {layers} x {kv_heads}; "
                 "give a file that was made for this model."
             )
-        return cls(heads, tuple(found[name] for name in names))
+        return cls(heads, tuple(shares[name] for name in names))
 
     @property
     def spec(self) -> str:
-        """What files record."""
+        """The file's name, which records hold."""
         return self.heads
 
     def __call__(self, scores: Tensor, pairs: int) -> Tensor:
         heads = scores.flatten(0, 1)
         counts = share_out(pairs, self.shares or (Fraction(1),) * len(heads), scores.shape[-1])
-        return torch.stack([exact_top(head, count) for head, count in zip(heads, counts, strict=True)]).view_as(scores)
+        return top_of_each(heads, counts).view_as(scores)
 
 
 def share_out(pairs: int, shares: tuple[Fraction, ...], most: int) -> list[int]:
-    """Whole numbers up to `most` that add up to `pairs`: floors of the shares, the rest evenly, first heads first."""
+    """Returns numbers up to `most` that add up to `pairs`: floors of the shares, the rest evenly, first heads first."""
     whole = sum(shares)
     counts = [min(floor(share * pairs / whole), most) for share in shares]
     while left := pairs - sum(counts):
@@ -70,14 +66,14 @@ def share_out(pairs: int, shares: tuple[Fraction, ...], most: int) -> list[int]:
 
 
 def read_shares(path: str) -> dict[str, Fraction]:
-    """Shares by the names of the heads; refuses whatever is not the published form."""
+    """Returns shares by the names of the heads; refuses whatever is not the published form."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        shares = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise BudgetError(f"Cannot read the head budgets {path}: {error.strerror}; give a JSON file.") from None
     except ValueError:
         raise BudgetError(f"{path} is not JSON; give head budgets as {{'L0H0': share, ...}}.") from None
-    values = list(found.values()) if isinstance(found, dict) else [None]
+    values = list(shares.values()) if isinstance(shares, dict) else [None]
     if not all(type(value) in (int, float) and 0 <= value <= 1 for value in values) or abs(sum(values) - 1) > ROUNDING:
         raise BudgetError(f"{path} has no shares from 0 to 1 that add up to 1; give {{'L0H0': share, ...}}.")
-    return {name: Fraction(value) for name, value in found.items()}
+    return {name: Fraction(value) for name, value in shares.items()}

@@ -40,7 +40,7 @@ class Targets:
 
 
 def observe(query: Tensor, key: Tensor, value: Tensor, scale: float, block: int = BLOCK) -> tuple[Targets, Tensor]:
-    """query (H, n, D), key and value (H, T, D) -> targets and scores (H, T); `block` bounds the logits at once."""
+    """Returns targets and scores (H, T) of query (H, n, D), key and value (H, T, D), `block` logits at a time."""
     heads, count, _ = query.shape
     keys, values = key.float(), value.float()
     highest, mass = (torch.empty(heads, count, device=key.device) for _ in range(2))
@@ -59,7 +59,7 @@ def observe(query: Tensor, key: Tensor, value: Tensor, scale: float, block: int 
 
 
 def fit(targets: Targets, head: int, key: Tensor, steps: int, box: float) -> tuple[Tensor, Tensor]:
-    """Kept keys (t, D) of one head -> bias (t,) and values (t, D), both in the keys' dtype.
+    """Returns bias (t,) and values (t, D) for kept keys (t, D) of one head, both in the keys' dtype.
 
     The values are fitted to the bias as it is stored, so rounding the bias costs them nothing.
     """
@@ -71,7 +71,7 @@ def fit(targets: Targets, head: int, key: Tensor, steps: int, box: float) -> tup
 
 
 def box_least_squares(matrix: Tensor, target: Tensor, steps: int, box: float) -> Tensor:
-    """min |M B - y| with e^-box <= B <= e^box, approximately: M (n, t), y (n,) -> B (t,).
+    """Returns B (t,), about the minimum of |M B - y| with e^-box <= B <= e^box, for M (n, t) and y (n,).
 
     The unconstrained solution is clamped, then improved by projected gradient steps of length 1 / sigma_max(M)^2.
     M is positive, so the power iteration for sigma_max may start from ones.
@@ -89,16 +89,16 @@ def box_least_squares(matrix: Tensor, target: Tensor, steps: int, box: float) ->
 
 
 def least_squares(matrix: Tensor, target: Tensor) -> Tensor:
-    """min |X C - Y|: X (n, t), Y (n, d) -> C (t, d), by QR; by `ridge` where X has not full rank."""
+    """Returns the C (t, d) of min |X C - Y|, X (n, t), Y (n, d), by QR; by `ridge` where X has not full rank."""
     try:
-        found = torch.linalg.lstsq(matrix, target, driver="gels").solution
+        solution = torch.linalg.lstsq(matrix, target, driver="gels").solution
     except torch.linalg.LinAlgError:  # a GPU returns NaN instead
         return ridge(matrix, target)
-    return found if found.isfinite().all() else ridge(matrix, target)
+    return solution if solution.isfinite().all() else ridge(matrix, target)
 
 
 def ridge(matrix: Tensor, target: Tensor) -> Tensor:
-    """(X^T X + RIDGE)^-1 X^T Y, or X^T (X X^T + RIDGE)^-1 Y where that is smaller; float64 inside, or RIDGE drowns."""
+    """Returns (X^T X + RIDGE)^-1 X^T Y, or the same by X X^T where that is smaller; RIDGE is lost below float64."""
     exact, wanted = matrix.double(), target.double()
     wide = len(exact) < exact.shape[1]
     gram = exact @ exact.T if wide else exact.T @ exact

@@ -1,8 +1,8 @@
 """Attention Matching (Zweiger et al., arXiv:2602.16284): kept keys, a bias and fitted values for every head.
 
-The article is read once more, as the answer to "repeat it", on top of the full cache. The queries of that pass are
-the reference; `matching` chooses the keys they look at most and fits a bias to the attention mass and values to the
-attention outputs that they get from the whole article. Keys keep their RoPE, later positions continue at S + T.
+The model reads the article once more, as the answer to "repeat it", on top of the full cache. The queries of that pass
+are the reference; `matching` chooses the keys they attend to most and fits a bias to the attention mass and values to
+the attention outputs that they get from the whole article. Keys keep their RoPE; later positions continue at S + T.
 
 RestoreKV compares with "AM-fast" and does not define it. Here it is what the authors call AM-HighestAttnKeys-fast:
 repetition queries of the full cache ("repeat", not on-policy), RMS attention, two projected-gradient steps in the box
@@ -19,7 +19,6 @@ repetition queries of the full cache ("repeat", not on-policy), RMS attention, t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -33,7 +32,7 @@ from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.compression.allocate import GLOBAL
 from restorekv.compression.attention_matching.head_shares import UNIFORM, HeadShares, read_shares
 from restorekv.compression.attention_matching.matching import Targets, fit, observe
-from restorekv.compression.prepared import PLAIN, CompressionConfig, PreparedContext, Ratio, timed
+from restorekv.compression.prepared import CompressionConfig, Compressor, Progress, Ratio, ScoredContext, timed
 from restorekv.errors import AdapterError, RestoreKVError
 from restorekv.model import attention
 from restorekv.model.observer import LayerView, observe_layers
@@ -46,7 +45,7 @@ INSTRUCTION = "Repeat the previous context verbatim."
 
 
 @dataclass(frozen=True)
-class AttentionMatching:
+class AttentionMatching(Compressor):
     """The settings of the method, and the conventions of the cache that it makes.
 
     `queries` caps the reference queries of a KV head; `steps` and `box` belong to the bias; `heads` is "uniform" or a
@@ -54,6 +53,8 @@ class AttentionMatching:
     """
 
     name: ClassVar[str] = "am-fast"
+    restores: ClassVar[bool] = False
+    any_config: ClassVar[bool] = False
 
     queries: int = 50_000
     steps: int = 2
@@ -61,7 +62,7 @@ class AttentionMatching:
     instruction: str = INSTRUCTION
     heads: str = UNIFORM
     seed: int = 0
-    conventions: CompressionConfig = PLAIN
+    conventions: CompressionConfig = CompressionConfig()
 
     def __post_init__(self) -> None:
         if self.queries < 1 or self.steps < 0 or not 0 <= self.box <= 20:
@@ -82,22 +83,17 @@ class AttentionMatching:
 
     @property
     def spec(self) -> str:
-        """The shortest spec that makes this method."""
-        return spec.write(self.name, replace(self, conventions=PLAIN))
-
-    def identity(self, model: PreTrainedModel) -> str:
-        """For records."""
-        return self.spec
+        """The method's name and the settings that are not the defaults."""
+        return spec.write(self.name, replace(self, conventions=CompressionConfig()))
 
     @torch.no_grad()
     def prepare(
-        self,
-        model: PreTrainedModel,
-        tokenizer: Tokenizer,
-        context: str | Context,
-        progress: Callable[[str], None] | None = None,
-    ) -> Matched:
-        """Prefill, and one more pass for queries, masses and outputs; `progress` hears the name of each phase."""
+        self, model: PreTrainedModel, tokenizer: Tokenizer, context: str | Context, progress: Progress | None = None,
+        offload: bool = False,
+    ) -> MatchedContext:  # fmt: skip
+        """Does the prefill, and one more pass for queries, masses and outputs."""
+        if offload:
+            raise RestoreKVError("am-fast fits a cache to a full one in memory; leave out offload.")
         tell = progress or (lambda phase: None)
         attention.install(model)
         shape = CacheShape.of(model)
@@ -114,19 +110,19 @@ class AttentionMatching:
             ids = torch.cat([encode(tokenizer, "\n\n" + self.instruction), context.suffix, article], -1)
             chosen = subset(ids.shape[-1] * shape.groups, self.queries, self.seed)
             columns = slice(context.prefix, context.positions)
-            seen = [
+            observed = [
                 observe(query, layer.keys[0, :, columns], layer.values[0, :, columns], scale)
                 for (query, scale), layer in zip(reference(model, full, ids, chosen), full.layers, strict=True)
             ]
-        targets, scores = zip(*seen, strict=True)
-        return Matched(
+        targets, scores = zip(*observed, strict=True)
+        return MatchedContext(
             model, context, full, torch.stack(scores), conventions, seconds=seconds, targets=targets, method=self
         )
 
 
 @dataclass(frozen=True)
-class Matched(PreparedContext):
-    """One context ready for every budget: `scores` are RMS attention, `targets` what each layer has to reproduce.
+class MatchedContext(ScoredContext):
+    """A context with its full cache: `scores` are RMS attention, `targets` what each layer has to reproduce.
 
     The targets hold n queries in the model's dtype and n outputs in float32 for every KV head.
     """
@@ -134,14 +130,18 @@ class Matched(PreparedContext):
     targets: tuple[Targets, ...] = ()
     method: AttentionMatching = AttentionMatching()
 
-    def with_restore_cache(self, adapter: RestoreAdapter) -> Matched:
-        """There is no restore cache to add."""
+    def with_conventions(self, conventions: CompressionConfig) -> MatchedContext:
+        """Returns the same context: its allocation is the method's own."""
+        return self
+
+    def with_restore_cache(self, adapter: RestoreAdapter) -> MatchedContext:
+        """Refuses: there is no restore cache to add."""
         raise AdapterError("am-fast restores nothing; leave out the adapter.")
 
     @torch.no_grad()
-    def at(self, ratio: Ratio, restored: bool = True, last: bool = False) -> RaggedCache:
-        """The kept keys of each head with bias and fitted values; a head that loses nothing stays as it is."""
-        cache = super().at(ratio, restored, last)
+    def evict(self, budget: Ratio, restore_tokens: int | None = None, consume: bool = False) -> RaggedCache:
+        """Returns the kept keys of each head with bias and fitted values; a head that loses nothing is unchanged."""
+        cache = super().evict(budget, restore_tokens, consume)
         for layer, targets in zip(cache.layers, self.targets, strict=True):
             self.match(layer, targets)
         return cache
@@ -152,39 +152,39 @@ class Matched(PreparedContext):
         for head in range(layer.heads):
             rows = slice(layer.bounds[head] + self.context.prefix, layer.bounds[head + 1])
             if 0 < rows.stop - rows.start < self.context.tokens:
-                made = fit(targets, head, layer.context_keys[rows], self.method.steps, self.method.box)
-                bias[rows], layer.context_values[rows] = made
+                fitted = fit(targets, head, layer.context_keys[rows], self.method.steps, self.method.box)
+                bias[rows], layer.context_values[rows] = fitted
         if not layer.context_values.isfinite().all():
             raise RestoreKVError("The fitted values are too large for float16; load the model in bfloat16 or float32.")
         layer.bias = bias if bias.any() else None
 
 
 def reference(model: PreTrainedModel, full: DynamicCache, ids: Tensor, chosen: Tensor) -> list[tuple[Tensor, float]]:
-    """Reads ids (1, Q) over `full`, which stays as it is -> each layer's queries (H, n, D) after RoPE, and its scale.
+    """Reads ids (1, Q) over `full`, which stays as it is; returns each layer's queries (H, n, D) after RoPE and scale.
 
     Queries are counted row by row, the G heads of a group within a row; `chosen` (n,) of these Q * G are kept.
     """
     reading = copy.copy(full)
     reading.layers = [copy.copy(layer) for layer in full.layers]
-    found: list[list[Tensor]] = [[] for _ in full.layers]
+    queries: list[list[Tensor]] = [[] for _ in full.layers]
     scales = [0.0 for _ in full.layers]
     chosen, read = chosen.to(model.device), 0
 
     def on_layer(view: LayerView) -> None:
         pool = view.query.transpose(1, 2).flatten(1, 2)
         here = chosen - read * view.query.shape[1]
-        found[view.layer].append(pool[:, here[(here >= 0) & (here < pool.shape[1])]])
+        queries[view.layer].append(pool[:, here[(here >= 0) & (here < pool.shape[1])]])
         scales[view.layer] = view.scale
 
     with observe_layers(model, on_layer):
         for piece in ids.to(model.device).split(CHUNK, dim=-1):
             decoder(model)(input_ids=piece, past_key_values=reading, use_cache=True)
             read += piece.shape[-1]
-    return [(torch.cat(pieces, 1), scale) for pieces, scale in zip(found, scales, strict=True)]
+    return [(torch.cat(pieces, 1), scale) for pieces, scale in zip(queries, scales, strict=True)]
 
 
 def subset(count: int, most: int, seed: int) -> Tensor:
-    """Up to `most` of `count` numbers, ascending, the same on every device."""
+    """Returns up to `most` of the numbers below `count`, ascending, the same on every device."""
     if count <= most:
         return torch.arange(count)
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:most].sort().values

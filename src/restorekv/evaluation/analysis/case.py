@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.ragged import RaggedCache
-from restorekv.compression.prepared import SINKS, PreparedContext, Ratio
+from restorekv.compression.prepared import SINKS, Ratio, ScoredContext
 from restorekv.evaluation.protocols import Protocol
 from restorekv.evaluation.survivors import kept_columns
 from restorekv.restore.adapter import RestoreAdapter
@@ -24,7 +24,7 @@ BINS = 20  # of the relative position in a context
 class Case:
     """`prepared` has a restore cache where there is an `adapter`; `index` counts the documents of a run."""
 
-    prepared: PreparedContext
+    prepared: ScoredContext
     tokenizer: Tokenizer
     protocol: Protocol
     sample: Sample
@@ -39,8 +39,8 @@ class Case:
         The last two hold the same number of pairs.
         """
         made = {FULL: RaggedCache.whole(self.prepared.full, joined=False)}
-        made[BASE] = self.prepared.at(self.ratio, restored=False)
-        return made | ({RESTORED: self.prepared.at(self.ratio)} if self.adapter else {})
+        made[BASE] = self.prepared.evict(self.ratio, 0)
+        return made | ({RESTORED: self.prepared.evict(self.ratio)} if self.adapter else {})
 
     @cached_property
     def prompts(self) -> list[Tensor]:

@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv.compression.budget import from_file
 from restorekv.compression.compressor import Eviction, shipped_adapter
 from restorekv.compression.prepared import timed
 from restorekv.errors import RestoreKVError
@@ -45,7 +46,8 @@ def measured(job: dict) -> dict:
     """Warm up without an adapter, load it and compress for the memory, then compress `repeat` times for the seconds."""
     model, tokenizer = load_model(job["model"], job["dtype"], job["device"])
     spec, gate = scorer_of(model, job["evictor"], Path(job["folder"]))
-    base, context = Eviction.make(spec, None, **job["conventions"]), context_of(tokenizer, job["tokens"])
+    base = Eviction.make(spec, None, **from_file(job["conventions"]))
+    context = context_of(tokenizer, job["tokens"])
     compressed(base, model, tokenizer, context_of(tokenizer, WARM_UP), 1.0)
     peak: dict[str, int | None] = {}
     with memory(model.device, peak):
@@ -65,7 +67,7 @@ def compressed(
     prepared = eviction.prepare(model, tokenizer, context)
     seconds = dict(prepared.seconds)
     with torch.no_grad(), timed(seconds, "evict"):
-        prepared.at(ratio)
+        prepared.evict(ratio)
     return seconds
 
 

@@ -14,7 +14,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.compression.budget import exact_ratio
 from restorekv.compression.compressor import Eviction
-from restorekv.compression.prepared import PLAIN, CompressionConfig
+from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.analysis.compress_side import REFUSED, adapter_for, context_of, scorer_of
 from restorekv.evaluation.analysis.latency import latencies, random_prepared
@@ -80,7 +80,7 @@ def measure(
     tokenizer: Tokenizer,
     out: Path,
     options: Options,
-    conventions: CompressionConfig = PLAIN,
+    conventions: CompressionConfig = CompressionConfig(),
     label: str | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Path:
@@ -163,6 +163,6 @@ def attention_rows(
     else:
         with tempfile.TemporaryDirectory(prefix="restorekv-efficiency-") as name:
             spec, _ = scorer_of(model, scorer, Path(name))
-            eviction = Eviction.make(spec, adapter, **conventions.described())
+            eviction = replace(Eviction.make(spec, adapter), conventions=conventions)
             prepared = eviction.prepare(model, tokenizer, context_of(tokenizer, options.tokens))
     return latencies(prepared, options.ratios, options.steps)

@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.ragged import RaggedCache
-from restorekv.compression.prepared import CompressionConfig, PreparedContext
+from restorekv.compression.prepared import CompressionConfig, ScoredContext
 from restorekv.evaluation.analysis.compress_side import context_of
 from restorekv.model import attention
 from restorekv.model.shape import CacheShape, decoder
@@ -22,14 +22,14 @@ WARM_UP = 3  # steps
 
 
 @torch.no_grad()
-def latencies(prepared: PreparedContext, ratios: Sequence[str], steps: int) -> list[dict]:
+def latencies(prepared: ScoredContext, ratios: Sequence[str], steps: int) -> list[dict]:
     """Two rows a ratio, base and restored, which hold the same number of pairs; `prepared` has a restore cache.
 
     The two take every step in turn; `to_base` is the median of the quotients.
     """
     rows = []
     for ratio in ratios:
-        both = [prepared.at(ratio, restored=False), prepared.at(ratio)]
+        both = [prepared.evict(ratio, 0), prepared.evict(ratio)]
         assert both[0].pairs == both[1].pairs
         caches = [cache.fork() for cache in both]
         for cache in caches:
@@ -74,7 +74,7 @@ def now(model: PreTrainedModel) -> float:
 
 def random_prepared(
     model: PreTrainedModel, tokenizer: Tokenizer, tokens: int, restore_tokens: int, conventions: CompressionConfig
-) -> PreparedContext:
+) -> ScoredContext:
     """A context of T tokens whose keys, values and scores are random: it stands in for one that is too long to fill."""
     context, shape = context_of(tokenizer, tokens), CacheShape.of(model)
     placed = {"device": model.device, "dtype": model.dtype}
@@ -87,5 +87,5 @@ def random_prepared(
         full.update(*pairs(context.positions), index)
     scores = torch.rand(shape.layers, shape.heads, tokens, device=model.device)
     restored = tuple(pairs(restore_tokens) for _ in range(shape.layers))
-    prepared = PreparedContext(model, context, full, scores, replace(conventions, restore_from="full"))
+    prepared = ScoredContext(model, context, full, scores, replace(conventions, restore_from="full"))
     return replace(prepared, restore_tokens=restore_tokens, restore_cache=restored)

@@ -102,8 +102,12 @@ class Names:
             told.append(f"streamed {method.streaming} tokens at a time")
         if method.storage != "model":
             told.append(f"held in {method.storage}")
-        if any(method == replace(other, on_tight=method.on_tight) for other in self.methods if other != method):
-            told.append(TIGHT[method.on_tight])
+        if any(
+            method == replace(other, on_small_budget=method.on_small_budget)
+            for other in self.methods
+            if other != method
+        ):
+            told.append(TIGHT[method.on_small_budget])
         return told
 
     def mark(self, method: Method) -> Mark:

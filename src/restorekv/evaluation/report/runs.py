@@ -40,7 +40,7 @@ class Method:
     adapter: str | None
     restore_tokens: int | None
     allocation: str
-    on_tight: str
+    on_small_budget: str
     restore_from: str
     offset: int
     storage: str
@@ -53,7 +53,7 @@ class Method:
     @property
     def base(self) -> Method:
         """The same eviction with nothing restored."""
-        return replace(self, adapter=None, restore_tokens=None, on_tight="", restore_from="full", offset=0)
+        return replace(self, adapter=None, restore_tokens=None, on_small_budget="", restore_from="full", offset=0)
 
 
 @dataclass(frozen=True)
@@ -212,8 +212,8 @@ def method_of(result: Result) -> Method:
     """Settings that a base alone has no use for are left out, so that it is one method."""
     cell = result.cell
     made = Method(
-        cell.evictor, cell.adapter, cell.restore_tokens, cell.allocation, cell.on_tight, cell.restore_from, cell.offset,
-        cell.storage, cell.streaming,
+        cell.evictor, cell.adapter, cell.restore_tokens, cell.allocation, cell.on_small_budget, cell.restore_from,
+        cell.offset, cell.storage, cell.streaming,
     )  # fmt: skip
     return made if made.restored else replace(made.base, offset=cell.offset)
 

@@ -1,0 +1,46 @@
+"""What every benchmark's command does: measure while it tells what it measures, print the result and write it."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.table import Table
+from transformers import logging
+
+from restorekv.cli.session import notes, output
+from restorekv.files import write_json
+
+
+@contextmanager
+def measuring() -> Iterator[Callable[[str], None]]:
+    """Gives the block a callback for what is being measured: a spinner on a terminal, lines with the time elsewhere."""
+    if notes.is_terminal:
+        with notes.status("measuring") as status:
+            yield lambda what: status.update(f"measuring: {what}")
+        return
+    start = time.monotonic()
+    yield lambda what: notes.print(f"{time.monotonic() - start:6.0f} s  {what}", highlight=False)
+
+
+def benchmark(
+    measure: Callable[[Callable[[str], None]], dict], show: Callable[[dict], None], json: Path | None
+) -> None:
+    """Measures, prints the result and writes it to `json`, if given."""
+    logging.disable_progress_bar()
+    with measuring() as tell:
+        result = measure(tell)
+    show(result)
+    if json:
+        write_json(json, result)
+
+
+def prose(text: str) -> None:
+    """Prints Markdown as it is."""
+    output.print(text, markup=False, soft_wrap=True)
+
+
+def each(items: Iterable[Table | str]) -> None:
+    """Prints tables and sentences, one below the other."""
+    for item in items:
+        output.print(item)
