@@ -26,11 +26,11 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from paper.exhibits.training_data import MIXTURE
 from restorekv.data.build import build
 from restorekv.data.config import BuildConfig
+from restorekv.data.files import parquet_rows
 from restorekv.data.mixture import read_mixture
-from restorekv.data.open_papers import LABELS
 from restorekv.data.overlap import Evaluations
-from restorekv.data.selfstudy import KINDS
-from restorekv.data.shard import parquet_rows
+from restorekv.data.self_study import KINDS
+from restorekv.data.sources import LABELS
 from restorekv.data.table import data_table, figures, left_out
 from restorekv.files import replacing, write_json
 from restorekv.model.load import load_model

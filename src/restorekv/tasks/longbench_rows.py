@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from restorekv.data.files import local_files, suffix
-from restorekv.data.rows import values
+from restorekv.data.files import local_files, suffix, values
 from restorekv.errors import RestoreKVError
 from restorekv.tasks import hub
 from restorekv.tasks.base import Question, Sample

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.data.rows import values
+from restorekv.data.files import values
 from restorekv.errors import RestoreKVError
 from restorekv.tasks.base import Question, Sample
 from restorekv.tasks.letter import Lettered

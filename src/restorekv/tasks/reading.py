@@ -10,8 +10,7 @@ from typing import ClassVar, get_args
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.data.files import identity, local_files
-from restorekv.data.rows import values
+from restorekv.data.files import identity, local_files, values
 from restorekv.errors import RestoreKVError
 from restorekv.tasks.base import Benchmark, Question, Sample
 from restorekv.tasks.metrics import token_f1

@@ -14,8 +14,7 @@ from typing import ClassVar
 from huggingface_hub import hf_hub_download
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.data.files import optional
-from restorekv.data.shard import parquet_rows
+from restorekv.data.files import optional, parquet_rows
 from restorekv.errors import RestoreKVError
 from restorekv.tasks import scbench_code
 from restorekv.tasks.base import Benchmark, Question, Sample

@@ -16,8 +16,7 @@ from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.data.files import identity, local_files
-from restorekv.data.rows import values
+from restorekv.data.files import identity, local_files, values
 from restorekv.errors import RestoreKVError
 from restorekv.tasks import prose
 from restorekv.tasks.base import Benchmark, Question, Sample

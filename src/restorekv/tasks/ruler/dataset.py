@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from restorekv.data.files import local_files
-from restorekv.data.rows import values
+from restorekv.data.files import local_files, values
 from restorekv.errors import RestoreKVError
 from restorekv.tasks import hub
 from restorekv.tasks.base import Question, Sample

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
-from restorekv.data.files import local_files
-from restorekv.data.rows import values
+from restorekv.data.files import local_files, values
 from restorekv.errors import RestoreKVError
 from restorekv.tasks.ruler.dataset import existing
 from restorekv.tasks.ruler.draft import Draft
