@@ -15,9 +15,8 @@ import torch
 from restorekv.evictors.gate_file import KINDS, TARGETS
 from restorekv.model.load import load_model
 from restorekv.tiny.suite import LONGEST, SHORTEST
-from restorekv.train.data import bundled_examples
-from restorekv.train.gate import train_gate
-from restorekv.train.gate_fits import GateConfig
+from restorekv.train.examples import bundled_examples
+from restorekv.train.gate import GateConfig, train_gate
 
 CONTEXTS = 200
 
