@@ -13,12 +13,11 @@ import pytest
 import torch
 
 import restorekv.data.build
-import restorekv.data.gather
 from restorekv.data.build import build
 from restorekv.data.config import BuildConfig
 from restorekv.data.documents import Document
 from restorekv.data.mixture import read_mixture
-from restorekv.data.self_study import KINDS, study
+from restorekv.data.self_study import KINDS, SelfStudy
 from restorekv.data.sources import MIXTURES
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.files import HOST
@@ -104,7 +103,7 @@ def test_questions_are_the_teachers_too(model, tiny_tokenizer):
     context = make_context(tiny_tokenizer, text("study", 20))
     config = settings({}, question_tokens=12)
     document = Document("study", text("study", 20), "cc0-1.0")
-    attempts = study(model, tiny_tokenizer, context, config, document)
+    attempts = SelfStudy(model, tiny_tokenizer, config).study(context, document)
     assert [attempt["kind"] for attempt in attempts] == list(KINDS)
     for attempt, prompt in zip(attempts, KINDS.values(), strict=True):
         asked = question_ids(tiny_tokenizer, context, BETWEEN + prompt)
@@ -112,9 +111,9 @@ def test_questions_are_the_teachers_too(model, tiny_tokenizer):
         raw = tiny_tokenizer.decode(ids, skip_special_tokens=True)
         line = next((line.strip() for line in raw.splitlines() if line.strip()), "")
         assert attempt.get("question", BETWEEN) == BETWEEN + (line if "fault" not in attempt else "")
-    strict = study(model, tiny_tokenizer, context, settings({}, question_characters=10_000), document)
+    strict = SelfStudy(model, tiny_tokenizer, settings({}, question_characters=10_000)).study(context, document)
     assert strict == [{"kind": kind, "fault": "short question"} for kind in KINDS]
-    silent = study(model, tiny_tokenizer, context, settings({}, least_answer=100), document)
+    silent = SelfStudy(model, tiny_tokenizer, settings({}, least_answer=100)).study(context, document)
     assert all(attempt["fault"] in ("short answer", "short question") for attempt in silent)
 
 
@@ -145,13 +144,13 @@ def test_a_killed_build_goes_on_to_the_same_bytes_and_asks_nothing_twice(
 ):
     rng, asked = random.Random(seed), []
     for name in ("study", "reply"):
-        plain = getattr(restorekv.data.gather, name)
+        plain = getattr(SelfStudy, name)
 
         def counted(*args, plain=plain):
-            asked.append(args[2].ids.tolist())
+            asked.append(args[1].ids.tolist())
             return plain(*args)
 
-        monkeypatch.setattr(restorekv.data.gather, name, counted)
+        monkeypatch.setattr(SelfStudy, name, counted)
     out = tmp_path / "data"
     for stop in sorted(rng.sample(range(1, 10), 3)):
         calls = itertools.count(1)

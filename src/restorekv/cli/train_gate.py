@@ -44,8 +44,8 @@ def run(
         raise RestoreKVError(f"{folder} is a file; name a folder with --features.")
     read = evenly([text for name in data if name != "bundled" for text in read_contexts(Path(name))], count)
     loaded, tokenizer = open_model(model, dtype, device)
-    made = bundled_examples(tokenizer, count, config.seed, shortest, longest) if "bundled" in data else []
-    texts = [*(example.context for example in made), *read]
+    bundled = bundled_examples(tokenizer, count, config.seed, shortest, longest) if "bundled" in data else []
+    texts = [*(example.context for example in bundled), *read]
     try:
         with bar("training a gate", lines=True) as progress:
             gate = train_gate(loaded, tokenizer, texts, config, out, folder, resume, progress)

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.data.config import BuildConfig
 from restorekv.data.documents import Document, Dropped
 from restorekv.data.overlap import Evaluations, words
-from restorekv.data.self_study import reply, study
+from restorekv.data.self_study import SelfStudy
 from restorekv.data.sources import Source
 from restorekv.errors import RestoreKVError
 from restorekv.model.prompt import Context, encode, make_context
@@ -151,6 +151,7 @@ class Builder:
     def gather(self, source: Source, items: Iterator[Document | Dropped], stored: Attempts) -> Gathered:
         """Asks about the contexts of a source until there are enough."""
         gathered, wanted = Gathered(), source.wanted(self.config)
+        teacher = SelfStudy(self.model, self.tokenizer, self.config)
         steps = wanted * (self.config.chunks if source.unit == "books" else 1)
         lengths = LengthFilter(self.tokenizer, source.shortest(self.config), self.longest)
         for item in items:
@@ -158,8 +159,7 @@ class Builder:
             if context := self.accept(item, lengths, gathered):
                 attempts = stored.get(gathered.contexts, item)
                 if attempts is None:
-                    ask = reply if source.asked_once else study
-                    attempts = ask(self.model, self.tokenizer, context, self.config, item)
+                    attempts = (teacher.reply if source.asked_once else teacher.study)(context, item)
                     stored.add(item, attempts)
                 self.take(source, item, context, attempts, gathered)
                 done = len(gathered.examples) if source.asked_once else gathered.contexts

@@ -164,35 +164,29 @@ def check_same(out: Path, before: dict | None, now: dict) -> None:
 def differences(before: dict, now: dict) -> list[str]:
     """Returns one text per change, as "--seed 0 (now 7)"."""
     changes = []
-    for key, what in (("config", "--{}"), ("model", "the model's {}")):
-        was, is_now = before[key], now.get(key, {})
+    for key, label in (("config", "--{}"), ("model", "the model's {}")):
+        was = before[key]
         changes += [
-            f"{what.format(name.replace('_', '-'))} {was.get(name)} (now {value})"
-            for name, value in is_now.items() if name != "name" and was.get(name) != value
+            f"{label.format(name.replace('_', '-'))} {was.get(name)} (now {value})"
+            for name, value in now.get(key, {}).items() if name != "name" and was.get(name) != value
         ]  # fmt: skip
-    if "exclude" in now:
-        changes += changed_files("--exclude", before["exclude"], now["exclude"])
-    for name, known in now.get("sources", {}).items():
-        changes += changed_files(f"--{name}", files_of(before["sources"].get(name, {})), files_of(known))
+    files = [("--exclude", before["exclude"], now["exclude"])] if "exclude" in now else []
+    for name, source in now.get("sources", {}).items():
+        files.append((f"--{name}", files_of(before["sources"].get(name, {})), files_of(source)))
+    for flag, was, is_now in files:
+        if was != is_now:
+            gone, new = ([x for x in one if x not in other] for one, other in ((was, is_now), (is_now, was)))
+            moved = not gone and not new  # the same files in another order
+            changes.append(f"{flag} {listed(was if moved else gone)} (now {listed(is_now if moved else new)})")
     return changes
 
 
-def files_of(known: dict) -> list[dict]:
+def files_of(source: dict) -> list[dict]:
     """Returns a source's files; a dataset of the hub counts as one file with its commit as hash."""
-    hub = [{"name": known["hub"], "sha256": known["revision"]}] if "hub" in known else []
-    return known.get("files", hub)
+    hub = [{"name": source["hub"], "sha256": source["revision"]}] if "hub" in source else []
+    return source.get("files", hub)
 
 
-def changed_files(flag: str, before: list[dict], now: list[dict]) -> list[str]:
-    if before == now:
-        return []
-    was, is_now = ([f"{file['name']} {file['sha256'][:8]}" for file in files] for files in (before, now))
-    gone, new = [x for x in was if x not in is_now], [x for x in is_now if x not in was]
-    if not gone and not new:
-        gone, new = was, is_now  # in another order
-    return [f"{flag} {enumerated(gone)} (now {enumerated(new)})"]
-
-
-def enumerated(names: list[str]) -> str:
-    more = [f"{len(names) - 3} more"] if len(names) > 3 else []
-    return " and ".join([*names[:3], *more]) or "nothing"
+def listed(files: list[dict]) -> str:
+    names = [f"{file['name']} {file['sha256'][:8]}" for file in files]
+    return " and ".join([*names[:3], *([f"{len(names) - 3} more"] if len(names) > 3 else [])]) or "nothing"

@@ -143,7 +143,7 @@ def code(rng: random.Random) -> str:
     return "-".join("".join(rng.choice(DIGITS) for _ in range(length)) for length in lengths)
 
 
-def words(rng: random.Random) -> str:
+def secret(rng: random.Random) -> str:
     return " ".join(rng.sample(WORDS, rng.randint(1, 2)))
 
 
@@ -151,13 +151,9 @@ def date(rng: random.Random) -> str:
     return f"{rng.choice(MONTHS)} {rng.randint(1, 28)}, {rng.randint(1700, 2090)}"
 
 
-def owner(rng: random.Random) -> str:
-    return rng.choice(NAMES)
-
-
 ATTRIBUTES: tuple[tuple[str, Draw], ...] = (
-    ("number", number), ("telephone number", number), ("code", code), ("label", code), ("password", words),
-    ("secret word", words), ("date", date), ("owner", owner), ("price", number), ("key", code),
+    ("number", number), ("telephone number", number), ("code", code), ("label", code), ("password", secret),
+    ("secret word", secret), ("date", date), ("owner", lambda rng: rng.choice(NAMES)), ("price", number), ("key", code),
 )  # fmt: skip
 ONE, ONE_OF = "The {attribute} of {thing} is {value}.", "One {attribute} of {thing} is {value}."
 SINGLE, SEVERAL = "What is the {attribute} of {thing}?", "What are all the {attribute}s of {thing}?"

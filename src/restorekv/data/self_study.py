@@ -6,6 +6,8 @@ one prefill. A question follows the context as "\\n\\n" and its words, without "
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -30,71 +32,58 @@ PROMPT = "prompt"  # the kind of a context that asks itself
 LABELS = ("question:", "q:")
 
 
-def full_cache(model: PreTrainedModel, context: Context) -> RaggedCache:
-    """Returns a cache with every pair of the context, which a batch of questions shares."""
-    shape = CacheShape.of(model)
-    everything = torch.ones(shape.layers, shape.heads, context.positions, dtype=torch.bool)
-    return RaggedCache.from_dense(prefill(model, context.ids), everything)
+@dataclass(frozen=True)
+class SelfStudy:
+    """The teacher with the limits and filters of `config`.
 
-
-def study(
-    model: PreTrainedModel, tokenizer: Tokenizer, context: Context, config: BuildConfig, document: Document
-) -> list[dict]:
-    """Returns attempts {kind, question, answer, answer_ids}, or {kind, fault} for those that a filter drops.
-
-    The teacher asks one question of each kind if `document.studied`, then answers these and the document's own.
+    An attempt is {kind, question, answer, answer_ids}, or {kind, fault} if a filter drops it.
     """
-    cache = full_cache(model, context)
-    questions, faults = own_questions(model, tokenizer, context, cache, config) if document.studied else ({}, {})
-    asked = [*questions.items(), *((kind, BETWEEN + question) for kind, question in document.asked)]
-    answered = answer(model, tokenizer, context, cache, asked, config.answer_tokens, config)
-    return [*({"kind": kind, "fault": fault} for kind, fault in faults.items()), *answered]
 
+    model: PreTrainedModel
+    tokenizer: Tokenizer
+    config: BuildConfig
 
-def reply(
-    model: PreTrainedModel, tokenizer: Tokenizer, context: Context, config: BuildConfig, document: Document
-) -> list[dict]:
-    """Returns the one attempt at a context that asks itself."""
-    cache = full_cache(model, context)
-    return answer(model, tokenizer, context, cache, [(PROMPT, "")], config.flan_answer_tokens, config)
+    def study(self, context: Context, document: Document) -> list[dict]:
+        """Asks one question of each kind if `document.studied`, and answers these and the document's own."""
+        cache = self.full_cache(context)
+        questions, faults = self.ask(context, cache) if document.studied else ({}, {})
+        asked = [*questions.items(), *((kind, BETWEEN + question) for kind, question in document.asked)]
+        dropped = [{"kind": kind, "fault": fault} for kind, fault in faults.items()]
+        return [*dropped, *self.answer(context, cache, asked, self.config.answer_tokens)]
 
+    def reply(self, context: Context, document: Document) -> list[dict]:
+        """Makes the one attempt at a context that asks itself."""
+        return self.answer(context, self.full_cache(context), [(PROMPT, "")], self.config.flan_answer_tokens)
 
-def own_questions(
-    model: PreTrainedModel, tokenizer: Tokenizer, context: Context, cache: RaggedCache, config: BuildConfig
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the teacher's questions by kind, and for the kinds that are dropped why."""
-    prompts = [question_ids(tokenizer, context, BETWEEN + words)[0] for words in KINDS.values()]
-    stops = stop_ids(model, tokenizer)
-    drafts = answer_ids(model, tokenizer, cache, prompts, config.question_tokens)
-    questions = [tidy(answer_text(tokenizer, draft.tolist(), stops)) for draft in drafts]
-    faults = [question_fault(question, config) for question in questions]
-    kinds = list(zip(KINDS, questions, faults, strict=True))
-    return (
-        {kind: BETWEEN + question for kind, question, fault in kinds if not fault},
-        {kind: fault for kind, _, fault in kinds if fault},
-    )
+    def full_cache(self, context: Context) -> RaggedCache:
+        """Returns a cache with every pair of the context, which a batch of questions shares."""
+        shape = CacheShape.of(self.model)
+        everything = torch.ones(shape.layers, shape.heads, context.positions, dtype=torch.bool)
+        return RaggedCache.from_dense(prefill(self.model, context.ids), everything)
 
+    def ask(self, context: Context, cache: RaggedCache) -> tuple[dict[str, str], dict[str, str]]:
+        """Returns the teacher's questions by kind, and for the kinds that are dropped why."""
+        prompts = [question_ids(self.tokenizer, context, BETWEEN + words)[0] for words in KINDS.values()]
+        stops = stop_ids(self.model, self.tokenizer)
+        drafts = answer_ids(self.model, self.tokenizer, cache, prompts, self.config.question_tokens)
+        texts = [tidy(answer_text(self.tokenizer, draft.tolist(), stops)) for draft in drafts]
+        questions = dict(zip(KINDS, texts, strict=True))
+        faults = {kind: question_fault(question, self.config) for kind, question in questions.items()}
+        good = {kind: BETWEEN + question for kind, question in questions.items() if not faults[kind]}
+        return good, {kind: fault for kind, fault in faults.items() if fault}
 
-def answer(
-    model: PreTrainedModel,
-    tokenizer: Tokenizer,
-    context: Context,
-    cache: RaggedCache,
-    questions: list[tuple[str, str]],
-    limit: int,
-    config: BuildConfig,
-) -> list[dict]:
-    """Answers (kind, question) pairs greedily; `answer_ids` ends with the EOS unless the limit came first."""
-    stops = stop_ids(model, tokenizer)
-    prompts = [question_ids(tokenizer, context, question, empty=True)[0] for _, question in questions]
-    attempts = []
-    for (kind, question), ids in zip(questions, answer_ids(model, tokenizer, cache, prompts, limit), strict=True):
-        ids = ids.tolist()
-        text = answer_text(tokenizer, ids, stops)
-        fault = answer_fault(text, len(ids) - (ids[-1] in stops), config)
-        attempt = {"kind": kind, "question": question, "answer": text, "answer_ids": ids}
-        attempts.append({"kind": kind, "fault": fault} if fault else attempt)
-    return attempts
+    def answer(self, context: Context, cache: RaggedCache, questions: list[tuple[str, str]], limit: int) -> list[dict]:
+        """Answers (kind, question) pairs greedily; `answer_ids` ends with the EOS unless the limit came first."""
+        stops = stop_ids(self.model, self.tokenizer)
+        prompts = [question_ids(self.tokenizer, context, question, empty=True)[0] for _, question in questions]
+        answers = answer_ids(self.model, self.tokenizer, cache, prompts, limit)
+        attempts = []
+        for (kind, question), ids in zip(questions, (ids.tolist() for ids in answers), strict=True):
+            text = answer_text(self.tokenizer, ids, stops)
+            fault = answer_fault(text, len(ids) - (ids[-1] in stops), self.config)
+            attempt = {"kind": kind, "question": question, "answer": text, "answer_ids": ids}
+            attempts.append({"kind": kind, "fault": fault} if fault else attempt)
+        return attempts
 
 
 def question_fault(question: str, config: BuildConfig) -> str | None:

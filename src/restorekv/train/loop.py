@@ -49,11 +49,11 @@ def sample_loss(
     student = prepared.with_restore_cache(adapter).at(sample.ratio, sample.restore_tokens)
     weights, model = config.state_weights(), prepared.model
     rows, answers = [target.ids for target in chosen], [target.answer for target in chosen]
-    made = answer_pass(model, student, rows, answers, tuple(weights))
-    losses = from_hidden(model, torch.cat([target.hidden for target in chosen]), made.hidden, config.kl)
+    output = answer_pass(model, student, rows, answers, tuple(weights))
+    losses = from_hidden(model, torch.cat([target.hidden for target in chosen]), output.hidden, config.kl)
     for name, weight in weights.items():
         states = torch.cat([target.states[name] for target in chosen], 1)
-        losses = losses + weight * matching(states, made.states[name])
+        losses = losses + weight * matching(states, output.states[name])
     return reduced(losses, len(chosen), config.reduction)
 
 

@@ -86,11 +86,11 @@ class Teacher:
             batch = indices[first : first + BATCH]
             rows = [torch.cat([asked[index], answers[index]]) for index in batch]
             counts = [len(answers[index]) for index in batch]
-            made, start = answer_pass(self.model, cache, rows, counts, self.record), 0
+            output, start = answer_pass(self.model, cache, rows, counts, self.record), 0
             for row, count in zip(rows, counts, strict=True):
                 part = slice(start, start := start + count)
-                hidden = made.hidden[part].clone()
-                states = {name: value[:, part].clone() for name, value in made.states.items()}
+                hidden = output.hidden[part].clone()
+                states = {name: value[:, part].clone() for name, value in output.states.items()}
                 best = logits(self.model, hidden).argmax(-1).cpu()
                 if {int(best[-1]), int(row[-1])} <= stops:  # of several EOS ids the teacher's own
                     row = torch.cat([row[:-1], best[-1:]])
