@@ -2,7 +2,7 @@
 
     python recipes/tiny/gates.py runs/tiny          (resumes)
 
-The documents are of the split that the restore pass is trained on, and as long as those of the suite.
+The documents are from the split that the restore pass is trained on and as long as those of the suite.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CONTEXTS = 200
 
 
 def main() -> None:
-    """Leaves one file a kind in FOLDER/gates."""
+    """Write one file per kind to FOLDER/gates."""
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     model, tokenizer = load_model(str(folder / "model"))

@@ -17,7 +17,7 @@ from restorekv.model.prompt import make_context
 from restorekv.train import teacher as teacher_module
 from restorekv.train.checks import check
 from restorekv.train.config import TrainConfig, learning_rate
-from restorekv.train.examples import Example, check_lengths, read_examples, sources
+from restorekv.train.examples import Example, check_lengths, examples_hash, read_examples, sources
 from restorekv.train.loop import initial_adapter, train
 from restorekv.train.loss import answer_logits, divergence
 from restorekv.train.sampling import StepSample, sample_step
@@ -365,6 +365,12 @@ def test_a_draft_is_confirmed_whichever_stop_id_the_model_uses(tiny_tokenizer, m
     monkeypatch.setattr(teacher_module, "answer_ids", None)
     again = TeacherCache(model, tiny_tokenizer, [replace(question, drafts=(draft,))], CONFIG)[0][1][0]
     assert torch.equal(again.ids, written.ids) and again.answer == written.answer
+
+
+def test_checkpoints_of_before_know_the_data_by_the_same_hash():
+    """The value is that of version 0.1.0, whose field was spelled "licence"."""
+    named = replace(EXAMPLES[0], source="me", license="mit", where="line 1")
+    assert examples_hash([named, EXAMPLES[1]]) == "009d871d0ffb65fd"
 
 
 def test_the_adapter_records_settings_data_and_licence(tiny_tokenizer, tmp_path):

@@ -27,7 +27,7 @@ RECORD, PARTS = "build.json", "parts"
 LIBRARIES = ("torch", "transformers", "datasets", "pyarrow")
 PROBE = "Kv 0123456789: naïve, “tabs”\t\n\n日本 😀 What? Yes! (a; b) 'c' - d/e."
 SAME = {"fingerprint": "model", "template": "chat template", "tokenizer": "tokenizer"}
-RENAMED = {"licence": "license", "licences": "licenses"}  # keys of files that were written before 0.2
+RENAMED = {"licence": "license", "licences": "licenses"}  # keys as older files spell them
 
 
 def renamed_keys(value: object) -> object:
