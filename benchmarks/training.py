@@ -34,10 +34,10 @@ from restorekv.model import attention
 from restorekv.model.prompt import make_context
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.config import TrainConfig
-from restorekv.train.example import Example
-from restorekv.train.lessons import TeacherCache
-from restorekv.train.loop import fresh_adapter, visit_loss
-from restorekv.train.visit import StepSample
+from restorekv.train.examples import Example
+from restorekv.train.loop import initial_adapter, sample_loss
+from restorekv.train.sampling import StepSample
+from restorekv.train.teacher_cache import TeacherCache
 
 WARM_UP = 64  # tokens
 PHASES = ("prefill", "score", "teacher", "restore", "student", "backward", "optimizer")
@@ -136,30 +136,30 @@ def measured(model: PreTrainedModel, tokenizer: Tokenizer, variant: Variant, opt
         TeacherCache(model, tokenizer, examples, config, *stored)[index]
     bound, attention.WORKSPACE = attention.WORKSPACE, sys.maxsize if variant.copied else attention.WORKSPACE
     try:
-        adapter = fresh_adapter(model, tokenizer, config)
+        adapter = initial_adapter(model, tokenizer, config)
         optimizer = torch.optim.AdamW(adapter.parameters(), lr=config.lr)
         for index, ratio in enumerate(("0.5", str(options.ratio))):
-            lessons = TeacherCache(model, tokenizer, examples, config, *stored)
-            visit = StepSample(index, tuple(range(options.questions)), ratio, config.restore_tokens)
-            figures = step(lessons, adapter, optimizer, visit)
+            teachers = TeacherCache(model, tokenizer, examples, config, *stored)
+            sample = StepSample(index, tuple(range(options.questions)), ratio, config.restore_tokens)
+            figures = step(teachers, adapter, optimizer, sample)
     finally:
         attention.WORKSPACE = bound
     held = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     return {**figures, "step": sum(figures["seconds"].values()), "stored": held}
 
 
-def step(lessons: TeacherCache, adapter: RestoreAdapter, optimizer: torch.optim.Optimizer, visit: StepSample) -> dict:
+def step(teachers: TeacherCache, adapter: RestoreAdapter, optimizer: torch.optim.Optimizer, sample: StepSample) -> dict:
     """The phases of one step over one context, as the training loop takes them."""
-    phase, model, example = Phases(), lessons.model, lessons.examples[visit.index]
+    phase, example = Phases(), teachers.examples[sample.index]
     with torch.no_grad():
         with phase("prefill"):
-            prepared = lessons.prepared(make_context(lessons.tokenizer, example.context))
+            prepared = teachers.prepared(make_context(teachers.tokenizer, example.context))
         with phase("teacher"):
-            taught = lessons.taught(prepared, example)
+            targets = teachers.targets(prepared, example)
     with phase("restore"):
         ready = Ready(**vars(prepared.with_restore_cache(adapter)))
     with phase("student"):
-        loss = visit_loss(model, adapter, (ready, taught), visit, lessons.config)
+        loss = sample_loss(adapter, ready, targets, sample, teachers.config)
     with phase("backward"):
         loss.backward()
     with phase("optimizer"):

@@ -21,8 +21,7 @@ from restorekv.files import locked, replacing
 from restorekv.model.load import BUNDLED, load_model
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.config import TrainConfig
-from restorekv.train.data import bundled_examples, read_examples
-from restorekv.train.example import Example
+from restorekv.train.examples import Example, bundled_examples, read_examples
 from restorekv.train.loop import train
 
 Told = Callable[[str], None]

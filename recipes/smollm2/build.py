@@ -50,7 +50,7 @@ def finish(*running: subprocess.Popen) -> None:
 
 
 def data(folder: Path) -> None:
-    """The mixtures of passages, both at once."""
+    """Build both mixtures of passages at once."""
     sources = ("--stories", str(TEXTS / "stories.jsonl.gz"), "--novels", str(TEXTS / "novels"),
                "--sections", str(TEXTS / "sections.jsonl.gz"))  # fmt: skip
     finish(*(
@@ -60,33 +60,33 @@ def data(folder: Path) -> None:
     ))  # fmt: skip
 
 
-def given(folder: Path) -> list[str]:
-    """The data as flags: what was made in `folder`, or what is ready."""
-    made = folder / "data" if (folder / "data").exists() else READY
-    return [part for name in DATA for part in ("--data", str(made / name))]
+def data_flags(folder: Path) -> list[str]:
+    """Return the data as flags: what was built in `folder`, or what stands beside this file."""
+    place = folder / "data" if (folder / "data").exists() else READY
+    return [part for name in DATA for part in ("--data", str(place / name))]
 
 
 def gate(folder: Path) -> Path:
-    """Fast KVzip's, trained on KVzip's scores."""
+    """Train Fast KVzip's gate on KVzip's scores."""
     path = folder / "fastkvzip.safetensors"
     if not path.exists():
-        finish(restorekv("train-gate", *GATE, "--model", SMOLLM2, *given(folder), "--out", str(path), "--resume"))
+        finish(restorekv("train-gate", *GATE, "--model", SMOLLM2, *data_flags(folder), "--out", str(path), "--resume"))
     return path
 
 
 def training(folder: Path, evictor: str, *more: str) -> subprocess.Popen | None:
-    """One adapter, gone on with where it was left; None if it is there."""
+    """Start or resume the training of one adapter; None if it is done."""
     out = folder / f"restore-{evictor}"
     if (out / "adapter").exists():
         return None
     return restorekv(
-        "train", "--model", SMOLLM2, *given(folder), "--evictor", evictor, *SHAPE, *RATIOS, "--store",
+        "train", "--model", SMOLLM2, *data_flags(folder), "--evictor", evictor, *SHAPE, *RATIOS, "--store",
         str(folder / "store"), "--store-prefill", "--resume", "--out", str(out), *more,
     )  # fmt: skip
 
 
 def adapters(folder: Path) -> None:
-    """KVzip's from nothing, beside the gate; then the others from it, two at a time."""
+    """Train KVzip's from scratch, next to the gate, then the others from it, two at a time."""
     first = training(folder, FIRST, "--lr", "1e-3", "--warmup", "30", "--steps", STEPS)
     install_gate(gate(folder))
     finish(*filter(None, [first]))
@@ -106,7 +106,7 @@ def install_gate(path: Path) -> None:
 
 
 def install(folder: Path) -> None:
-    """Copy the adapters that there are into the package, LoRA in bfloat16."""
+    """Copy the adapters that are done into the package, LoRA in bfloat16."""
     model, _ = load_model(SMOLLM2)
     for evictor in (FIRST, *OTHERS):
         place = folder / f"restore-{evictor}" / "adapter"
@@ -118,7 +118,7 @@ def install(folder: Path) -> None:
 
 
 def main() -> None:
-    """Run what has not been run, then install it."""
+    """Run what is missing, then install it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--anew", action="store_true", help="Make the training data again.")

@@ -35,12 +35,12 @@ def main() -> None:
 
 
 def rows(path: Path) -> list[dict]:
-    """Of a file of JSON lines."""
+    """Return the rows of a file of JSON lines."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def sections(found: list[dict]) -> list[dict]:
-    """Some of the countries that are left to training, in an order that mixes them."""
+    """Return some of the training split's countries, shuffled."""
     splits = factbook_splits(row["id"] for row in found)
     chosen = [row for row in found if splits[row["id"]] == TRAINING]
     random.Random(0).shuffle(chosen)
@@ -48,7 +48,7 @@ def sections(found: list[dict]) -> list[dict]:
 
 
 def write_rows(path: Path, found: list[dict]) -> None:
-    """A row a line: id, context and questions alone."""
+    """Write id, context and questions of every row as a line."""
     kept = [
         {
             "id": row["id"],
@@ -61,7 +61,7 @@ def write_rows(path: Path, found: list[dict]) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """The same text gives the same bytes."""
+    """Write gzipped text; the same text gives the same bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(gzip.compress(text.encode(), 9, mtime=0))
 

@@ -15,7 +15,7 @@ import torch
 from paper.recipe import CONTEXTS, LONGEST, SHIPPED, SHORTEST
 from restorekv.model.load import load_model
 from restorekv.train.config import TrainConfig
-from restorekv.train.data import bundled_examples
+from restorekv.train.examples import bundled_examples
 from restorekv.train.loop import train
 
 

@@ -2,7 +2,7 @@
 
     python recipes/tiny/gates.py runs/tiny          (resumes)
 
-The documents are of the split that the restore pass is trained on, and as long as those of the suite.
+The documents are from the split that the restore pass is trained on and as long as those of the suite.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ import torch
 from restorekv.evictors.gate_file import KINDS, TARGETS
 from restorekv.model.load import load_model
 from restorekv.tiny.suite import LONGEST, SHORTEST
-from restorekv.train.data import bundled_examples
-from restorekv.train.gate import train_gate
-from restorekv.train.gate_fits import GateConfig
+from restorekv.train.examples import bundled_examples
+from restorekv.train.gate import GateConfig, train_gate
 
 CONTEXTS = 200
 
 
 def main() -> None:
-    """Leaves one file a kind in FOLDER/gates."""
+    """Write one file per kind to FOLDER/gates."""
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     model, tokenizer = load_model(str(folder / "model"))

@@ -1,6 +1,6 @@
-"""The appendix's table of training data in small: both mixtures, made for the bundled model from made-up sources.
+"""Make the appendix's table of training data in small: both mixtures for the bundled model, from made-up texts.
 
-    python recipes/tiny/mixture.py runs/mixture            (resumes: nothing that has been asked is asked again)
+    python recipes/tiny/mixture.py runs/mixture            (resumes and asks nothing twice)
 
 Writes FOLDER/sources (files in the formats of LongAlpaca, PG-19, Tulu-3 and the Common Pile's papers), FOLDER/paper and
 FOLDER/permissive (as `restorekv data build` does), docs/data-table.md,
@@ -26,11 +26,11 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from paper.exhibits.training_data import MIXTURE
 from restorekv.data.build import build
 from restorekv.data.config import BuildConfig
+from restorekv.data.files import parquet_rows
 from restorekv.data.mixture import read_mixture
-from restorekv.data.open_papers import LABELS
 from restorekv.data.overlap import Evaluations
-from restorekv.data.selfstudy import KINDS
-from restorekv.data.shard import parquet_rows
+from restorekv.data.self_study import KINDS
+from restorekv.data.sources import LABELS
 from restorekv.data.table import data_table, figures, left_out
 from restorekv.files import replacing, write_json
 from restorekv.model.load import load_model
@@ -58,7 +58,7 @@ OTHERS = ("arXiv.org perpetual, non-exclusive license", None)  # of papers that 
 
 
 def story(rng: random.Random, tokens: int, length: Callable[[str], int]) -> list[str]:
-    """Sentences of the world's grammar up to `tokens`, in an order of their own (its stories are in the tests)."""
+    """Returns sentences of the world's grammar up to `tokens`, in a new order (its stories are in the tests)."""
     lines, used = [], 0
     while True:
         line = " ".join(rng.choice(part) for part in (PEOPLE, DEEDS, PLACES, TIMES)) + "."
@@ -69,7 +69,7 @@ def story(rng: random.Random, tokens: int, length: Callable[[str], int]) -> list
 
 
 def invented(name: str, tokens: int, length: Callable[[str], int]) -> world.Document:
-    """A document of about `tokens` with facts of three families, and their questions; the name is its seed."""
+    """Returns a document of about `tokens` with facts of three families, and their questions; the name is its seed."""
     rng = random.Random(name)
     parts = [world.needles(rng, 3), world.people(rng, 2), world.links(rng, 1)]
     chosen = parts if tokens > 400 else parts[:1]
@@ -80,7 +80,7 @@ def invented(name: str, tokens: int, length: Callable[[str], int]) -> world.Docu
 
 
 def long_alpaca(tokenizer: Tokenizer, count: int, test: list[world.Document]) -> list[dict]:
-    """Rows {instruction, input, output}: documents in a frame, a repetition, a short instruction, planted copies."""
+    """Returns rows {instruction, input, output}: framed documents, a repeat, a short instruction, planted copies."""
     rng, length = random.Random("mixture papers"), suite.measure(tokenizer)
     made = [invented(f"mixture papers {n}", rng.randint(450, 1900), length) for n in range(2 * count + 4)]
     half = test[7].text[: len(test[7].text) // 2].replace(".", " ;")
@@ -97,7 +97,7 @@ def long_alpaca(tokenizer: Tokenizer, count: int, test: list[world.Document]) ->
 
 
 def pg19(tokenizer: Tokenizer, count: int, test: list[world.Document]) -> list[dict]:
-    """Rows as of emozilla/pg19: a few chapters each; the second book begins with a test document."""
+    """Returns rows like emozilla/pg19's, of a few chapters each; the second book begins with a test document."""
     rng, length = random.Random("mixture books"), suite.measure(tokenizer)
     rows = []
     for number in range(count + 2):
@@ -115,7 +115,7 @@ def pg19(tokenizer: Tokenizer, count: int, test: list[world.Document]) -> list[d
 
 
 def tulu(tokenizer: Tokenizer, count: int, test: list[world.Document]) -> list[dict]:
-    """Rows {id, messages, source}: a text and a question about it; one of ten is of another subset."""
+    """Returns rows {id, messages, source}: a text and a question about it; one in ten is of another subset."""
     rng, length = random.Random("mixture flan"), suite.measure(tokenizer)
     rows = []
     for number in range(2 * count + 6):
@@ -128,7 +128,7 @@ def tulu(tokenizer: Tokenizer, count: int, test: list[world.Document]) -> list[d
 
 
 def open_papers(tokenizer: Tokenizer, count: int, test: list[world.Document]) -> list[dict]:
-    """Rows {id, text, metadata}; the licences are made up like the texts, share-alike and foreign ones among them."""
+    """Returns rows {id, text, metadata} under made-up licenses, some of them share-alike or unknown."""
     rng, length = random.Random("mixture open papers"), suite.measure(tokenizer)
     claimed = [*LABELS, *OTHERS]
     texts = [invented(f"mixture open papers {n}", rng.randint(450, 1900), length).text for n in range(4 * count + 8)]
@@ -140,7 +140,7 @@ def open_papers(tokenizer: Tokenizer, count: int, test: list[world.Document]) ->
 
 
 def write_sources(folder: Path, tokenizer: Tokenizer) -> dict[str, str]:
-    """The files by the name of their setting, and "exclude": all test documents. The same bytes every time."""
+    """Writes the sources and "exclude", all test documents, always with the same bytes; returns paths by setting."""
     folder.mkdir(parents=True, exist_ok=True)
     test = suite.documents(tokenizer, TEST)
     files = {
@@ -161,8 +161,8 @@ def write_sources(folder: Path, tokenizer: Tokenizer) -> dict[str, str]:
     return {name: str(path) for name, path in files.items()}
 
 
-def made(folder: Path, mixture: str, files: dict[str, str]) -> tuple[list[dict], dict]:
-    """Builds a mixture, or goes on with it, and reads it back: the figures of its table, and its manifest."""
+def build_and_read(folder: Path, mixture: str, files: dict[str, str]) -> tuple[list[dict], dict]:
+    """Builds or resumes a mixture and reads it back: the figures of its table, and its manifest."""
     model, tokenizer = load_model("bundled")
     given = {name: where for name, where in files.items() if name != "exclude"}
     config = BuildConfig(mixture=mixture, **given, **BOUNDS, **COUNTS)
@@ -177,7 +177,7 @@ def made(folder: Path, mixture: str, files: dict[str, str]) -> tuple[list[dict],
 
 
 def closest(folders: list[Path], test: list[world.Document]) -> tuple[int, float]:
-    """How many different contexts were taken, and the largest share of 13-grams in common with a test."""
+    """Returns how many different contexts were taken, and the largest share of 13-grams in common with a test."""
     tests = Evaluations(((str(number), one.text) for number, one in enumerate(test)), 1e-6)
     texts = {row["context"] for folder in folders for file in folder.glob("*.parquet") for row in parquet_rows(file)}
     return len(texts), max((match[1] for text in texts if (match := tests.match(text))), default=0.0)
@@ -188,7 +188,7 @@ INTRO = """# The table of training data in small
 `make data-table`: both mixtures of [`restorekv data build`](data.md), made for and by the bundled model, as
 `restorekv data show` prints them. **The texts are made up**: no hub is reachable where this was made, so small files in
 the true formats of the four sources are written from the grammar of the bundled world ({sizes}).
-Licences are what such files would claim.
+Licenses are what such files would claim.
 
 Scaled to the model (in brackets the paper): {documents} documents (500) of {shortest:,} to {longest:,} tokens
 (2,048 to 16,000), {books} books (50) with {chunks} chunks (10) of {chunk} (3,072),
@@ -226,14 +226,14 @@ for word that of the made-up source. Its shortest right answers are dropped as s
 
 
 def printed(*tables: Table) -> str:
-    """As a terminal of 110 columns shows them."""
+    """Returns tables as a terminal of 110 columns shows them."""
     console = Console(file=io.StringIO(), width=110, color_system=None)
     console.print(*tables)
     return "```\n" + "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n```\n"
 
 
 def studied(folders: list[Path], contexts: int) -> str:
-    """A row per kind of question over the self-study of both mixtures."""
+    """Returns a row per kind of question over the self-study of both mixtures."""
     files = [folder / f"{name}.parquet" for folder in folders for name in ("longalpaca", "papers", "pg19")]
     rows = [row for file in files if file.exists() for row in parquet_rows(file)]
     marks = sum(row["question"].rstrip().endswith("?") for row in rows)
@@ -248,7 +248,7 @@ def studied(folders: list[Path], contexts: int) -> str:
 
 
 def report(folder: Path, files: dict[str, str], results: dict[str, tuple[list[dict], dict]]) -> str:
-    """The page."""
+    """Returns the page."""
     test = [json.loads(line)["context"] for line in Path(files["exclude"]).read_text().splitlines()]
     sizes = ", ".join(f"{Path(path).name} {Path(path).stat().st_size / 1e3:.0f} kB" for path in files.values())
     text = INTRO.format(sizes=sizes, **BOUNDS, **COUNTS)
@@ -277,12 +277,12 @@ def report(folder: Path, files: dict[str, str], results: dict[str, tuple[list[di
 
 
 def main() -> None:
-    """Sources, both mixtures, the page."""
+    """Writes the sources, both mixtures and the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
     files = write_sources(folder / "sources", load_model("bundled")[1])
-    results = {mixture: made(folder / mixture, mixture, files) for mixture in ("paper", "permissive")}
+    results = {mixture: build_and_read(folder / mixture, mixture, files) for mixture in ("paper", "permissive")}
     kept = {mixture: {"rows": rows, "manifest": manifest} for mixture, (rows, manifest) in results.items()}
     text = report(folder, files, results)
     write_json(DOCS / "results" / "data-table.json", kept)

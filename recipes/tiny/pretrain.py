@@ -92,7 +92,7 @@ def optimizers(model: Qwen3ForCausalLM, recipe: Recipe) -> list[torch.optim.Opti
 
 
 def factor(recipe: Recipe, step: int) -> float:
-    """Learning-rate factor: warm-up, constant, then a cosine to 2 %."""
+    """Returns the learning rate's factor: warm-up, constant, then a cosine to 2 %."""
     if step < recipe.warmup:
         return (step + 1) / recipe.warmup
     done = max(step / recipe.horizon - recipe.decay_from, 0) / (1 - recipe.decay_from)
@@ -100,24 +100,24 @@ def factor(recipe: Recipe, step: int) -> float:
 
 
 def losses(model: Qwen3ForCausalLM, batch: Batch, stage: Stage) -> tuple[Tensor, dict[str, float], dict]:
-    """Weighted loss of a batch, its parts, and per family the share of questions whose every answer id was right."""
+    """Returns a batch's weighted loss, its parts, and by family whether every answer id of a question was right."""
     with torch.autocast("cpu", torch.bfloat16):
         bias = torch.zeros(batch.mask.shape, dtype=torch.bfloat16).masked_fill_(~batch.mask, float("-inf"))
         hidden = model.model(
             inputs_embeds=model.model.embed_tokens(batch.ids), attention_mask={"full_attention": bias},
             position_ids=batch.positions, use_cache=False,
         ).last_hidden_state  # fmt: skip
-        told = batch.part >= 0
-        logits = model.lm_head(hidden[told])
-    target = batch.ids.roll(-1, 1)[told]
+        counted = batch.part >= 0
+        logits = model.lm_head(hidden[counted])
+    target = batch.ids.roll(-1, 1)[counted]
     each = torch.nn.functional.cross_entropy(logits.float(), target, reduction="none")
-    part = batch.part[told]
+    part = batch.part[counted]
     means = {name: each[part == number].mean() for name, number in
              (("answer", ANSWER), ("repeat", REPEAT), ("context", CONTEXT)) if (part == number).any()}  # fmt: skip
     weight = {"answer": 1.0, "repeat": stage.repeat, "context": stage.context}
     total = sum(weight[name] * mean for name, mean in means.items())
     right = torch.ones_like(batch.ids, dtype=torch.bool)
-    right[told] = logits.argmax(-1) == target
+    right[counted] = logits.argmax(-1) == target
     seen = defaultdict(list)
     for row, families in enumerate(batch.families):
         for number, family in enumerate(families):

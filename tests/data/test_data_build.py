@@ -13,12 +13,11 @@ import pytest
 import torch
 
 import restorekv.data.build
-import restorekv.data.gather
 from restorekv.data.build import build
 from restorekv.data.config import BuildConfig
-from restorekv.data.document import Document
+from restorekv.data.documents import Document
 from restorekv.data.mixture import read_mixture
-from restorekv.data.selfstudy import KINDS, study
+from restorekv.data.self_study import KINDS, SelfStudy
 from restorekv.data.sources import MIXTURES
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.files import HOST
@@ -104,7 +103,7 @@ def test_questions_are_the_teachers_too(model, tiny_tokenizer):
     context = make_context(tiny_tokenizer, text("study", 20))
     config = settings({}, question_tokens=12)
     document = Document("study", text("study", 20), "cc0-1.0")
-    attempts = study(model, tiny_tokenizer, context, config, document)
+    attempts = SelfStudy(model, tiny_tokenizer, config).study(context, document)
     assert [attempt["kind"] for attempt in attempts] == list(KINDS)
     for attempt, prompt in zip(attempts, KINDS.values(), strict=True):
         asked = question_ids(tiny_tokenizer, context, BETWEEN + prompt)
@@ -112,9 +111,9 @@ def test_questions_are_the_teachers_too(model, tiny_tokenizer):
         raw = tiny_tokenizer.decode(ids, skip_special_tokens=True)
         line = next((line.strip() for line in raw.splitlines() if line.strip()), "")
         assert attempt.get("question", BETWEEN) == BETWEEN + (line if "fault" not in attempt else "")
-    strict = study(model, tiny_tokenizer, context, settings({}, question_characters=10_000), document)
+    strict = SelfStudy(model, tiny_tokenizer, settings({}, question_characters=10_000)).study(context, document)
     assert strict == [{"kind": kind, "fault": "short question"} for kind in KINDS]
-    silent = study(model, tiny_tokenizer, context, settings({}, least_answer=100), document)
+    silent = SelfStudy(model, tiny_tokenizer, settings({}, least_answer=100)).study(context, document)
     assert all(attempt["fault"] in ("short answer", "short question") for attempt in silent)
 
 
@@ -130,7 +129,7 @@ def test_every_column_and_count_fits(whole, model, tiny_tokenizer):
     assert manifest["exclusion"]["texts"] == 156
     for name, source in manifest["sources"].items():
         table = pq.read_table(whole / f"{name}.parquet")
-        assert len(table) == source["examples"] == sum(source["licences"].values())
+        assert len(table) == source["examples"] == sum(source["licenses"].values())
         assert str(table.schema.field("answer_ids").type).startswith("list<") and "int32" in str(table.schema)
         for row in table.to_pylist():
             assert row["answer_tokens"] == len(row["answer_ids"])
@@ -145,13 +144,13 @@ def test_a_killed_build_goes_on_to_the_same_bytes_and_asks_nothing_twice(
 ):
     rng, asked = random.Random(seed), []
     for name in ("study", "reply"):
-        plain = getattr(restorekv.data.gather, name)
+        plain = getattr(SelfStudy, name)
 
         def counted(*args, plain=plain):
-            asked.append(args[2].ids.tolist())
+            asked.append(args[1].ids.tolist())
             return plain(*args)
 
-        monkeypatch.setattr(restorekv.data.gather, name, counted)
+        monkeypatch.setattr(SelfStudy, name, counted)
     out = tmp_path / "data"
     for stop in sorted(rng.sample(range(1, 10), 3)):
         calls = itertools.count(1)
@@ -176,9 +175,9 @@ def test_a_killed_build_goes_on_to_the_same_bytes_and_asks_nothing_twice(
 KILLED = """
 import os, signal, sys
 from restorekv.cli import main
-from restorekv.data.parts import Parts
+from restorekv.data.gather import Attempts
 
-left, add = int(sys.argv[1]), Parts.add
+left, add = int(sys.argv[1]), Attempts.add
 
 def cut(self, document, attempts):
     global left
@@ -189,7 +188,7 @@ def cut(self, document, attempts):
         os.kill(os.getpid(), signal.SIGKILL)
     add(self, document, attempts)
 
-Parts.add = cut
+Attempts.add = cut
 main(sys.argv[2:])
 """
 
@@ -240,15 +239,15 @@ def test_evaluation_texts_are_refused_counted_and_named(files, model, tiny_token
     assert any(two_papers("", "")[:30] in context.context for context in read_mixture(tmp_path / "plain")[0])
 
 
-def test_the_permissive_mixture_has_free_licences_only(files, model, tiny_tokenizer, tmp_path):
+def test_the_permissive_mixture_has_free_licenses_only(files, model, tiny_tokenizer, tmp_path):
     with pytest.warns(RestoreKVWarning, match="Open papers gave 2 of 9 documents, all of"):
         manifest = build(model, tiny_tokenizer, settings(files, mixture="permissive", documents=9), tmp_path / "data")
-    assert set(manifest["licences"]) == {"cc-by-4.0", "public-domain", "apache-2.0", "odc-by"}
+    assert set(manifest["licenses"]) == {"cc-by-4.0", "public-domain", "apache-2.0", "odc-by"}
     assert manifest["sources"]["papers"]["dropped"] == {
-        "licence cc-by-sa-4.0": 1, "licence Some rights": 1, "licence missing": 1
+        "license cc-by-sa-4.0": 1, "license Some rights": 1, "license missing": 1
     }  # fmt: skip
     made, _ = read_mixture(tmp_path / "data")
-    assert {c.document: c.licence for c in made if c.source == "papers"} == {
+    assert {c.document: c.license for c in made if c.source == "papers"} == {
         "2106.0": "cc-by-4.0", "2106.3": "public-domain"
     }  # fmt: skip
 
@@ -260,7 +259,7 @@ def test_a_begun_folder_takes_the_same_build_only(whole, files, model, tiny_toke
     out = tmp_path / "data"
     with pytest.raises(KeyboardInterrupt):
         build(model, tiny_tokenizer, settings(files), out, progress=stop)
-    with pytest.raises(RestoreKVError, match="go on with --resume"):
+    with pytest.raises(RestoreKVError, match="continue with --resume"):
         build(model, tiny_tokenizer, settings(files), out)
     others = write_jsonl(tmp_path / "new.jsonl", [{"context": "Else."}])
     for folder in (out, whole):
@@ -318,8 +317,8 @@ def test_a_dataset_of_the_hub_stays_at_the_commit_it_was_made_from(model, tiny_t
     [
         ("config.json", r"is not empty and holds no such data \(config\.json\); choose another"),
         ("parts/mine", r"is not empty and holds no such data \(parts\)"),
-        ("build.json", "is damaged or not of restorekv; build into another folder"),
-        ("manifest.json", "damaged or no manifest of restorekv"),
+        ("build.json", "is damaged or not written by restorekv; build into another folder"),
+        ("manifest.json", "damaged or not a manifest of restorekv"),
     ],
 )
 def test_a_foreign_folder_is_left_as_it_is(name, message, resume, files, model, tiny_tokenizer, tmp_path):
@@ -338,7 +337,7 @@ def test_what_a_kill_before_the_first_record_leaves_is_gone_on_with(model, tiny_
     (tmp_path / "data" / "parts").mkdir(parents=True)
     (tmp_path / "data" / f".build.json.{HOST}-{dead.pid}.tmp").write_text("{")
     config = settings({"flan": str(source)}, documents=0, books=0, examples=1)
-    with pytest.warns(RestoreKVWarning, match="nothing in .* to go on with; this is a new build"):
+    with pytest.warns(RestoreKVWarning, match="nothing in .* to resume; this is a new build"):
         build(model, tiny_tokenizer, config, tmp_path / "data", resume=True)
     assert set(contents(tmp_path / "data")) == {"manifest.json", "flan.parquet"}
 
@@ -362,7 +361,7 @@ def test_a_refused_book_is_replaced_by_the_next(files, model, tiny_tokenizer, tm
     assert books == {"2", "3"}
 
 
-def test_a_source_may_be_mended_but_not_exchanged_while_it_is_asked(files, model, tiny_tokenizer, tmp_path):
+def test_a_source_may_be_corrected_but_not_exchanged_while_it_is_asked(files, model, tiny_tokenizer, tmp_path):
     good = [json.dumps({"id": f"d{n}", "text": text(n, 40)}) for n in range(3)]
     source = tmp_path / "flan.jsonl"
     source.write_text("\n".join([*good[:2], '{"id": ']))
@@ -371,7 +370,7 @@ def test_a_source_may_be_mended_but_not_exchanged_while_it_is_asked(files, model
         build(model, tiny_tokenizer, config, tmp_path / "data")
     source.write_text("\n".join([good[2], *good[:2]]))
     if (tmp_path / "data").exists():
-        with pytest.raises(RestoreKVError, match="other documents than now"):
+        with pytest.raises(RestoreKVError, match="about other documents"):
             build(model, tiny_tokenizer, config, tmp_path / "data", resume=True)
     source.write_text("\n".join(good))
     build(model, tiny_tokenizer, config, tmp_path / "data", resume=True)
@@ -396,11 +395,11 @@ def test_what_cannot_work_leaves_nothing_behind(changes, message, files, model, 
     ("changes", "message"),
     [
         ({"mixture": "free"}, "one of paper, permissive"),
-        ({"chunk": 0}, "--chunk is at least 1"),
-        ({"documents": -1}, "--documents is at least 0"),
-        ({"overlap": 0.0}, "--overlap is a share"),
+        ({"chunk": 0}, "chunk must be at least 1"),
+        ({"documents": -1}, "documents must be at least 0"),
+        ({"overlap": 0.0}, "overlap must be above 0"),
         ({"shortest": 9, "longest": 8}, "swap them"),
-        ({"documents": 0, "books": 0, "examples": 0}, "Nothing is wanted"),
+        ({"documents": 0, "books": 0, "examples": 0}, "Every source has a count of 0"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(changes, message):

@@ -52,19 +52,38 @@ def edit(folder: Path, row: int, honest: bool = False, **values: object) -> None
         (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
+def spelled_as_before(folder: Path) -> None:
+    """Turns the folder into one of version 0.1, whose keys are spelled "licence"."""
+    manifest = json.loads((folder / "manifest.json").read_text().replace('"licenses"', '"licences"'))
+    for source in manifest["sources"].values():
+        path = folder / source["file"]["name"]
+        table = pq.read_table(path)
+        pq.write_table(table.rename_columns([name.replace("license", "licence") for name in table.column_names]), path)
+        source["file"]["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_folders_with_the_former_keys_are_read_and_resumed(data, made, files, tiny_tokenizer):
+    spelled_as_before(data)
+    assert "licences" in (data / "manifest.json").read_text()
+    contexts, manifest = read_mixture(data)
+    assert contexts == read_mixture(made)[0] and manifest["licenses"] == read_mixture(made)[1]["licenses"]
+    assert build(build_model("qwen3"), tiny_tokenizer, settings(files), data, resume=True) == manifest
+
+
 @pytest.mark.parametrize("honest", [False, True])
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"answer": " "}, "has an empty answer"),
         ({"answer_ids": []}, "has an empty answer"),
-        ({"answer_ids": [3, -1]}, "has answer ids that are none"),
-        ({"answer_ids": [3, None]}, "has answer ids that are none"),
+        ({"answer_ids": [3, -1]}, "has invalid answer ids"),
+        ({"answer_ids": [3, None]}, "has invalid answer ids"),
         ({"context": ""}, "has an empty context"),
         ({"context_tokens": 1001}, "has a context of 1001 tokens, more than 1000"),
         ({"context_tokens": None}, "no whole number in the column context_tokens"),
-        ({"licence": "all rights reserved"}, "has the unknown licence 'all rights reserved'"),
-        ({"licence": None}, "has no text in the column licence"),
+        ({"license": "all rights reserved"}, "has the unknown license 'all rights reserved'"),
+        ({"license": None}, "has no text in the column license"),
         ({"question": "\n\n"}, "has an empty question"),
         ({"kind": "riddle"}, "has the unknown kind 'riddle'"),
         ({"source": "flan"}, "belongs to 'flan', not 'pg19'"),
@@ -78,7 +97,7 @@ def test_a_bad_row_is_named(values, message, honest, data):
 
 def test_any_other_change_is_damage(data, made):
     edit(data, 7, answer="Another answer.")
-    with pytest.raises(RestoreKVError, match=r"pg19\.parquet is not the file that the manifest tells of"):
+    with pytest.raises(RestoreKVError, match=r"pg19\.parquet is not the file that the manifest describes"):
         read_mixture(data)
     edit(data, 7, True, answer="Another answer.")
     assert "Another answer." in [answer for context in read_mixture(data)[0] for answer in context.answers]
@@ -86,7 +105,7 @@ def test_any_other_change_is_damage(data, made):
     whole = path.read_bytes()
     for spoilt in (whole[: len(whole) // 2], b"", b"not parquet"):
         path.write_bytes(spoilt)
-        with pytest.raises(RestoreKVError, match=r"flan\.parquet is damaged or no parquet file"):
+        with pytest.raises(RestoreKVError, match=r"flan\.parquet is damaged or not a parquet file"):
             read_mixture(data)
     path.write_bytes(whole)
     lacking = pq.read_table(data / "longalpaca.parquet").drop_columns(["answer_ids"])
@@ -101,11 +120,11 @@ def test_any_other_change_is_damage(data, made):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m.update(version=2), "of version 2, not 1"),
-        (lambda m: m.update(format="other"), "no manifest of restorekv's data"),
-        (lambda m: m.pop("sources"), "no manifest of restorekv's data"),
-        (lambda m: m.pop("version"), "damaged or no manifest"),
-        (lambda m: m["sources"]["flan"].update(examples=1), "not the file that the manifest tells of"),
+        (lambda m: m.update(version=2), "has version 2, not 1"),
+        (lambda m: m.update(format="other"), "not a manifest of restorekv's data"),
+        (lambda m: m.pop("sources"), "not a manifest of restorekv's data"),
+        (lambda m: m.pop("version"), "damaged or not a manifest"),
+        (lambda m: m["sources"]["flan"].update(examples=1), "not the file that the manifest describes"),
     ],
 )
 def test_foreign_manifests_are_refused(change, message, data):
@@ -115,7 +134,7 @@ def test_foreign_manifests_are_refused(change, message, data):
     with pytest.raises(RestoreKVError, match=message):
         read_mixture(data)
     (data / "manifest.json").write_text("{")
-    with pytest.raises(RestoreKVError, match="damaged or no manifest"):
+    with pytest.raises(RestoreKVError, match="damaged or not a manifest"):
         read_mixture(data)
     (data / "manifest.json").unlink()
     with pytest.raises(RestoreKVError, match="give a folder of restorekv data build"):
@@ -154,7 +173,7 @@ def test_the_record_tells_origin_counts_and_who_wrote(made, files):
         "seed": 0,
         "contexts": len({row["context"] for row in rows}),
         "examples": len(rows),
-        "licences": {"apache-2.0": len(rows)},
+        "licenses": {"apache-2.0": len(rows)},
         "made": "questions and answers by the model itself",
     }
     assert told[2]["made"] == "answers by the model itself"
@@ -173,10 +192,10 @@ def test_the_table_counts_samples(made):
         MixtureContext("c", ("",), ("x",), ((1,),), "flan", "odc-by", "c", 10),
     ]
     sources = {
-        "pg19": {"title": "PG-19", "licences": {"apache-2.0": 6}},
-        "flan": {"title": "Tulu-3 FLAN", "licences": {"odc-by": 1}},
+        "pg19": {"title": "PG-19", "licenses": {"apache-2.0": 6}},
+        "flan": {"title": "Tulu-3 FLAN", "licenses": {"odc-by": 1}},
     }
-    rows = figures(contexts, {"sources": sources, "licences": {}})
+    rows = figures(contexts, {"sources": sources, "licenses": {}})
     assert [(row["samples"], row["mean"], row["shortest"], row["longest"]) for row in rows] == [
         (6, 90, 40, 100), (1, 10, 10, 10), (7, 550 / 7, 10, 100)
     ]  # fmt: skip
@@ -228,7 +247,7 @@ def test_mistakes_on_the_command_line_are_one_sentence(files, tmp_path, monkeypa
     refused("No such command 'bake'", "bake", code=2)
     refused("--out", "build", code=2)
     refused("one of paper, permissive", "build", "--out", out, "--mixture", "free")
-    refused("--chunk is at least 1", "build", "--out", out, "--chunk", 0)
+    refused("chunk must be at least 1", "build", "--out", out, "--chunk", 0)
     refused("There is no evaluation file or folder nowhere", "build", "--out", out, "--exclude", "nowhere")
     refused("is a file", "build", "--out", files["flan"])
     refused("is not empty", "build", "--out", tmp_path.parent)
@@ -240,4 +259,4 @@ def test_mistakes_on_the_command_line_are_one_sentence(files, tmp_path, monkeypa
         raise KeyboardInterrupt
 
     monkeypatch.setattr(restorekv.cli.data, "build", interrupt)
-    refused("go on with --resume", "build", "--out", out, code=130)
+    refused("continue with --resume", "build", "--out", out, code=130)

@@ -6,10 +6,9 @@ from dataclasses import replace
 import pytest
 
 from restorekv.data.build import build
-from restorekv.data.invented import invent
 from restorekv.data.mixture import read_mixture
-from restorekv.data.passages import FACT, HUMAN, LISTED, REPEAT, STORIES, reader
-from restorekv.data.selfstudy import KINDS
+from restorekv.data.passages import FACT, HUMAN, LISTED, REPEAT, STORIES_LICENSE, invent, passage_reader
+from restorekv.data.self_study import KINDS
 from restorekv.data.table import data_table, figures
 from restorekv.errors import RestoreKVError
 from restorekv.model.prompt import BETWEEN, encode
@@ -40,7 +39,7 @@ def test_a_passage_begins_its_text_and_keeps_the_first_questions(tiny_tokenizer)
     asked = [{"question": f"who is number {number}?"} for number in range(40)]
     row = {"id": "one", "context": text("one", 200), "questions": asked}
     config = replace(CONFIG, invented=0.0)
-    (found,) = reader(STORIES, lambda c: 1)(iter([row]), config, tiny_tokenizer)
+    (found,) = passage_reader(STORIES_LICENSE, lambda c: 1)(iter([row]), config, tiny_tokenizer)
     tokens = encode(tiny_tokenizer, found.text).shape[-1]
     assert row["context"].startswith(found.text) and 39 <= tokens <= 91 and not found.studied
     kinds = [kind for kind, _ in found.asked]
@@ -52,7 +51,9 @@ def test_a_passage_begins_its_text_and_keeps_the_first_questions(tiny_tokenizer)
 
 def test_a_text_without_questions_gives_separate_passages(tiny_tokenizer):
     row = {"text": text("book", 900)}
-    found = list(reader(STORIES, lambda c: 3)(iter([row]), replace(CONFIG, invented=0.0), tiny_tokenizer))
+    found = list(
+        passage_reader(STORIES_LICENSE, lambda c: 3)(iter([row]), replace(CONFIG, invented=0.0), tiny_tokenizer)
+    )
     places = [row["text"].index(each.text) for each in found]
     assert len(found) == 3 and all(each.studied for each in found)
     assert all(a + len(each.text) <= b for a, b, each in zip(places, places[1:], found, strict=False))
@@ -79,7 +80,7 @@ def test_the_mixture_is_built_and_read(files, tiny_model, tiny_tokenizer, tmp_pa
     contexts, _ = read_mixture(tmp_path / "data", tiny_model, tiny_tokenizer)
     by_source = {name: [each for each in contexts if each.source == name] for name in manifest["sources"]}
     assert {name: len(found) for name, found in by_source.items()} == {"stories": 2, "novels": 3, "sections": 1}
-    assert manifest["licences"].keys() == {"apache-2.0", "public-domain", "cc0-1.0"}
+    assert manifest["licenses"].keys() == {"apache-2.0", "public-domain", "cc0-1.0"}
     questions = [question for each in contexts for question in each.questions]
     assert all(question.startswith(BETWEEN) for question in questions)
     assert any(question.endswith("?\nAnswer:") for question in questions)

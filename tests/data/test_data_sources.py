@@ -10,14 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from restorekv.data import flan, longalpaca, open_papers, pg19
-from restorekv.data.document import Document, Dropped
-from restorekv.data.files import identity
-from restorekv.data.filters import Lengths, fault_of_answer, fault_of_question
+from restorekv.data.documents import Document, Dropped
+from restorekv.data.files import identity, rows
+from restorekv.data.gather import LengthFilter
 from restorekv.data.overlap import Evaluations, evaluation_texts, words
-from restorekv.data.rows import rows
-from restorekv.data.selfstudy import tidy
-from restorekv.data.sources import LICENCES
+from restorekv.data.self_study import answer_fault, question_fault, tidy
+from restorekv.data.sources import LICENSES, before_question, flan, license_label, longalpaca, open_papers, pg19
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.restore.model_card import identifier, passed_on
 from tests.helpers.data_world import (
@@ -42,7 +40,7 @@ def files(tmp_path_factory) -> dict[str, str]:
 
 
 def read(source, where: str, tokenizer, **changes) -> tuple[list[Document], list[str]]:
-    found = list(source.documents(rows(where, LOCAL), settings({}, **changes), tokenizer))
+    found = list(source(rows(where, LOCAL), settings({}, **changes), tokenizer))
     return [x for x in found if isinstance(x, Document)], [x.reason for x in found if isinstance(x, Dropped)]
 
 
@@ -52,7 +50,7 @@ def test_longalpaca_is_cut_before_its_question(files, tiny_tokenizer):
     assert made[0].text.startswith("Below is a paper.") and made[0].text.endswith(text("a", 40))
     assert made[3].text.endswith(text("b", 45)) and "summarize" not in made[3].text
     assert text("c", 20) in made[5].text and made[5].text.endswith(text("d", 20))
-    assert {item.licence for item in made} == {"cc-by-nc-4.0"}
+    assert {item.license for item in made} == {"cc-by-nc-4.0"}
 
 
 @pytest.mark.parametrize(
@@ -67,7 +65,7 @@ def test_longalpaca_is_cut_before_its_question(files, tiny_tokenizer):
     ],
 )
 def test_the_last_marker_counts(instruction, kept):
-    assert longalpaca.cut(instruction) == kept
+    assert before_question(instruction) == kept
 
 
 def test_books_are_cut_into_chunks_that_lie_in_them(files, tiny_tokenizer):
@@ -92,26 +90,24 @@ def test_books_are_cut_into_chunks_that_lie_in_them(files, tiny_tokenizer):
 def test_flan_is_the_first_words_of_the_user_in_its_own_subset(files, tiny_tokenizer):
     made, dropped = read(flan, files["flan"], tiny_tokenizer)
     assert dropped == ["another subset"] and [item.name for item in made] == ["f0", "short", "f1", "f2"]
-    assert made[0].text == text("f0", 30) and {item.licence for item in made} == {"odc-by"}
-    assert list(flan.documents(iter([{"id": "x", "messages": messages(" ")}]), settings({}), None)) == [
-        Dropped("no prompt")
-    ]
+    assert made[0].text == text("f0", 30) and {item.license for item in made} == {"odc-by"}
+    assert list(flan(iter([{"id": "x", "messages": messages(" ")}]), settings({}), None)) == [Dropped("no prompt")]
 
 
-def test_papers_keep_their_own_licence_and_others_are_dropped(files, tiny_tokenizer):
+def test_papers_keep_their_own_license_and_others_are_dropped(files, tiny_tokenizer):
     made, dropped = read(open_papers, files["papers"], tiny_tokenizer)
-    assert [(item.name, item.licence) for item in made] == [("2106.0", "cc-by-4.0"), ("2106.3", "public-domain")]
-    assert dropped == ["licence cc-by-sa-4.0", "licence Some rights", "licence missing"]
-    shared, _ = read(open_papers, files["papers"], tiny_tokenizer, licences="CC-BY-SA-4.0, cc-by-4.0")
-    assert [item.licence for item in shared] == ["cc-by-4.0", "cc-by-sa-4.0"]
+    assert [(item.name, item.license) for item in made] == [("2106.0", "cc-by-4.0"), ("2106.3", "public-domain")]
+    assert dropped == ["license cc-by-sa-4.0", "license Some rights", "license missing"]
+    shared, _ = read(open_papers, files["papers"], tiny_tokenizer, licenses="CC-BY-SA-4.0, cc-by-4.0")
+    assert [item.license for item in shared] == ["cc-by-4.0", "cc-by-sa-4.0"]
 
 
-def test_licences_are_found_in_every_form_and_known_to_the_model_card():
-    assert open_papers.licence_label({"metadata": json.dumps({"license": BY})}) == BY
-    assert open_papers.licence_label({"metadata": "{", "license": BY_SA}) == BY_SA
-    assert open_papers.licence_label({"metadata": None}) == ""
-    assert all(identifier(name) == name and passed_on([name]) for name in LICENCES)
-    assert passed_on(settings({}).allowed) == "apache-2.0"
+def test_licenses_are_found_in_every_form_and_known_to_the_model_card():
+    assert license_label({"metadata": json.dumps({"license": BY})}) == BY
+    assert license_label({"metadata": "{", "license": BY_SA}) == BY_SA
+    assert license_label({"metadata": None}) == ""
+    assert all(identifier(name) == name and passed_on([name]) for name in LICENSES)
+    assert passed_on(settings({}).allowed_licenses) == "apache-2.0"
 
 
 ODD = [
@@ -128,8 +124,8 @@ ODD = [
 
 
 @pytest.mark.parametrize(("source", "row", "name"), ODD)
-def test_a_field_that_is_no_text_is_dropped_by_its_name(source, row, name, tiny_tokenizer):
-    assert list(source.documents(iter([row]), settings({}), tiny_tokenizer)) == [Dropped(f"field {name} is no text")]
+def test_a_field_that_is_not_text_is_dropped_by_its_name(source, row, name, tiny_tokenizer):
+    assert list(source(iter([row]), settings({}), tiny_tokenizer)) == [Dropped(f"field {name} is not text")]
 
 
 def test_the_text_parts_of_a_message_are_joined():
@@ -138,7 +134,7 @@ def test_the_text_parts_of_a_message_are_joined():
         {"type": "image", "image": None},
         {"type": "text", "text": "What is it?"},
     ]
-    made = list(flan.documents(iter([{"messages": messages(parts)}]), settings({}), None))
+    made = list(flan(iter([{"messages": messages(parts)}]), settings({}), None))
     assert [item.text for item in made] == ["Look.\nWhat is it?"]
 
 
@@ -202,10 +198,10 @@ def test_a_dataset_of_the_hub_is_pinned_and_streamed(monkeypatch):
     ("name", "content", "message"),
     [
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl, line 2 is not JSON"),
-        ("a.jsonl", b'{"text": "a"}\n\n[1]\n', r"a\.jsonl, line 3 is no JSON object"),
-        ("a.json", b'[{"text": "a"}, "b"]', r"a\.json, row 2 is no JSON object"),
+        ("a.jsonl", b'{"text": "a"}\n\n[1]\n', r"a\.jsonl, line 3 is not a JSON object"),
+        ("a.json", b'[{"text": "a"}, "b"]', r"a\.json, row 2 is not a JSON object"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xe4"}\n', r"a\.jsonl, line 2 is not UTF-8"),
-        ("a.parquet", b"PAR1 no parquet", r"a\.parquet is damaged or no parquet file \(.*\); get"),
+        ("a.parquet", b"PAR1 no parquet", r"a\.parquet is damaged or not a parquet file \(.*\); get"),
         (
             "a.json",
             b'[{"text": "a"},\n{"text": ',
@@ -219,7 +215,7 @@ def test_a_dataset_of_the_hub_is_pinned_and_streamed(monkeypatch):
         ("a.parquet.gz", b"", r"a\.parquet\.gz is empty"),
         ("a.txt", b"a\xff\xfe\x00", r"a\.txt is not UTF-8 text \(byte 1\)"),
         *((f"a.{kind}", b"", rf"a\.{kind} is empty; fetch it again") for kind in ("json", "jsonl", "parquet", "txt")),
-        ("a.csv", b"text\n", r"none of \.json"),
+        ("a.csv", b"text\n", r"not a file of type \.json"),
     ],
 )
 def test_damaged_files_are_named(name, content, message, tmp_path):
@@ -252,15 +248,15 @@ def test_without_the_extra_the_mend_is_told(monkeypatch):
 
 def test_filters_of_questions_answers_and_contexts(tiny_tokenizer):
     config = settings({}, question_characters=10, least_answer=4)
-    assert [fault_of_question(q, config) for q in ("", "123456789", "1234567890")] == ["short question"] * 2 + [None]
-    assert [fault_of_answer("word", n, config) for n in (0, 3, 4)] == ["short answer"] * 2 + [None]
-    assert fault_of_answer(" \n", 9, config) == "short answer"
+    assert [question_fault(q, config) for q in ("", "123456789", "1234567890")] == ["short question"] * 2 + [None]
+    assert [answer_fault("word", n, config) for n in (0, 3, 4)] == ["short answer"] * 2 + [None]
+    assert answer_fault(" \n", 9, config) == "short answer"
     body = text("x", 30)
     count = len(tiny_tokenizer.encode(body, add_special_tokens=False))
-    assert not isinstance(Lengths(tiny_tokenizer, count, count).check(body), str)
-    assert Lengths(tiny_tokenizer, count + 1, 9999).check(body) == "too short"
-    assert Lengths(tiny_tokenizer, 1, count - 1).check(body) == "too long"
-    twice = Lengths(tiny_tokenizer, 1, 9999)
+    assert not isinstance(LengthFilter(tiny_tokenizer, count, count).check(body), str)
+    assert LengthFilter(tiny_tokenizer, count + 1, 9999).check(body) == "too short"
+    assert LengthFilter(tiny_tokenizer, 1, count - 1).check(body) == "too long"
+    twice = LengthFilter(tiny_tokenizer, 1, 9999)
     assert twice.check(body).tokens == count and twice.check(body.upper() + "\n") == "repeated"
 
 
@@ -312,7 +308,7 @@ def test_evaluation_texts_are_found_by_the_names_of_their_fields(tmp_path):
     assert found[1][0] == "a.jsonl, row 2"
 
 
-def test_in_a_folder_files_without_texts_are_passed_over_and_told(tmp_path):
+def test_in_a_folder_files_without_texts_are_skipped_with_a_warning(tmp_path):
     folder = tmp_path / "evaluation"
     folder.mkdir()
     (folder / "config.json").write_text('{"split": "test"}')
@@ -323,7 +319,7 @@ def test_in_a_folder_files_without_texts_are_passed_over_and_told(tmp_path):
     with pytest.warns(RestoreKVWarning) as told:
         assert [words for _, words in evaluation_texts([str(folder)])] == ["one"]
     assert [str(warning.message).split("/")[-1] for warning in told] == [
-        f"{name} has no evaluation text and is passed over." for name in ("config.json", "empty.jsonl")
+        f"{name} has no evaluation text and is skipped." for name in ("config.json", "empty.jsonl")
     ]
     with pytest.raises(RestoreKVError, match=r"config\.json has no evaluation text"):
         list(evaluation_texts([str(folder / "config.json")]))
@@ -335,7 +331,7 @@ def test_in_a_folder_files_without_texts_are_passed_over_and_told(tmp_path):
         ("a.jsonl", '{"context": "x"}\n{"context":', "line 2 is not JSON"),
         ("a.json", '{"context":\n\n"x", }', "line 3 is not JSON"),
         ("a.jsonl", '{"input": "x"}\n', "has no evaluation text"),
-        ("a.parquet", "no", "damaged or no parquet"),
+        ("a.parquet", "no", "damaged or not a parquet"),
     ],
 )
 def test_useless_evaluation_files_are_refused(name, content, message, tmp_path):

@@ -18,7 +18,7 @@ from restorekv.model.prefill import prefill
 from restorekv.model.prompt import encode, question_ids
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.config import TrainConfig
-from restorekv.train.example import Example
+from restorekv.train.examples import Example
 from restorekv.train.loop import train
 from tests.helpers.models import build_model
 

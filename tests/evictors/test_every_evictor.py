@@ -15,7 +15,7 @@ from restorekv.model.prompt import make_context
 from restorekv.model.shape import CacheShape
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.config import TrainConfig
-from restorekv.train.example import Example
+from restorekv.train.examples import Example
 from restorekv.train.loop import train
 from tests.evictors.test_gates import random_layers, save_gate
 from tests.helpers.models import build_model

@@ -235,7 +235,7 @@ def odd_json(rng: random.Random, file: File) -> bytes:
                 whole[:-1] + ', "tokens": 5}',
                 whole.replace('"model": "', '"model": "\\ud800'),
             )
-        )  # fmt: skip
+        )
     )
 
 
@@ -313,8 +313,9 @@ def same(rng: random.Random, file: File) -> bytes:
 Way = Callable[[random.Random, File], bytes]
 RAW: tuple[Way, ...] = (flip, cut, lengthen, erase, move, header_length)
 CONTRADICTING: tuple[Way, ...] = (
-    fewer_rows, odd_offsets, not_finite, other_dtype, other_shape, odd_ids, odd_positions, missing_tensor, strange_tensor,
-    odd_field, odd_inner_field, missing_field, wrong_number, wrong_shape, odd_json, odd_metadata, odd_header,
+    fewer_rows, odd_offsets, not_finite, other_dtype, other_shape, odd_ids, odd_positions, missing_tensor,
+    strange_tensor, odd_field, odd_inner_field, missing_field, wrong_number, wrong_shape, odd_json,
+    odd_metadata, odd_header,
 )  # fmt: skip
 PLAUSIBLE: tuple[Way, ...] = (other_text, other_value, other_id)
 NEUTRAL: tuple[Way, ...] = (spaced, same)

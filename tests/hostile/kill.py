@@ -95,20 +95,23 @@ WORKS = {
         lambda f: (*PYTHON, "compress", f / "text", "-o", f / "out.rkv", "--model", "tiny"),
         lambda f: tensors(f / "out.rkv"), "out.rkv",
     ),
-    "save": Work(lambda f: (sys.executable, "-c", SAVE, f / "text", f / "out.rkv"), lambda f: tensors(f / "out.rkv"), "out.rkv"),
+    "save": Work(
+        lambda f: (sys.executable, "-c", SAVE, f / "text", f / "out.rkv"), lambda f: tensors(f / "out.rkv"), "out.rkv",
+    ),
     "train": Work(
         lambda f: (*PYTHON, "train", "--model", "tiny", "--out", f / "run", "--steps", "8", "--count", "3", "--resume",
                    "--checkpoint-every", "2", "--restore-tokens", "2", "--rank", "2"),
         adapter,
     ),
     "gate": Work(
-        lambda f: (*PYTHON, "train-gate", "--model", "tiny", "--out", f / "gate", "--count", "3", "--steps", "10", "--resume"),
+        lambda f: (*PYTHON, "train-gate", "--model", "tiny", "--out", f / "gate", "--count", "3", "--steps", "10",
+                   "--resume"),
         lambda f: tensors(f / "gate"),
     ),
     "data": Work(
-        lambda f: (*PYTHON, "data", "build", "--mixture", "passages", "--model", "tiny", "--stories", f / "stories.jsonl",
-                   "--novels", f / "novels", "--story-passages", "4", "--novel-passages", "0", "--section-passages", "0",
-                   "--resume", "--out", f / "data"),
+        lambda f: (*PYTHON, "data", "build", "--mixture", "passages", "--model", "tiny",
+                   "--stories", f / "stories.jsonl", "--novels", f / "novels", "--story-passages", "4",
+                   "--novel-passages", "0", "--section-passages", "0", "--resume", "--out", f / "data"),
         parquet,
     ),
     "eval": Work(

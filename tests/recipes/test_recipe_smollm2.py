@@ -5,14 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from restorekv.data.files import values
+from restorekv.data.mixture import read_mixture
 from restorekv.data.overlap import Evaluations
-from restorekv.data.rows import values
 from restorekv.evictors import gate_file
 from restorekv.model.load import SMOLLM2, shipped_path
 from restorekv.restore import adapter_file
 from restorekv.tasks.splits import EVALUATION_NOVEL, TRAINING, fairytale_split, novel_split
 
 TEXTS = Path(__file__).parents[2] / "recipes" / "smollm2" / "texts"
+READY = TEXTS.parent / "data"
 SHIPPED = Path(__file__).parents[2] / "src" / "restorekv" / "tasks" / "texts"
 BOILERPLATE = 0.25  # sheets of different countries share up to a fifth of their 13-grams, the words of the form
 
@@ -66,3 +68,10 @@ def test_what_ships_says_what_it_is():
     assert gate.card.model == SMOLLM2 and gate.card.fingerprint == card.fingerprint
     assert "kvzip" in [folder.name for folder in folders]
     assert sum(file.stat().st_size for file in shipped_path(SMOLLM2).rglob("*") if file.is_file()) < 60e6
+
+
+@pytest.mark.parametrize("name", ["novels", "stories"])
+def test_the_training_data_that_ships_is_read(name):
+    contexts, manifest = read_mixture(READY / name)
+    assert len(contexts) == sum(source["contexts"] for source in manifest["sources"].values()) > 90
+    assert {each.license for each in contexts} == set(manifest["licenses"])

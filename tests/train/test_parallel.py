@@ -25,9 +25,9 @@ from restorekv.model.load import model_fingerprint
 from restorekv.model.shape import decoder
 from restorekv.train import checkpoint
 from restorekv.train.config import TrainConfig
-from restorekv.train.example import Example
+from restorekv.train.examples import Example
 from restorekv.train.loop import train
-from restorekv.train.parallel import assembled, own_device, spread, wants_shards
+from restorekv.train.parallel import own_device, process_group, spread, wants_shards
 from tests.helpers.models import build_model
 
 TEXT = "the code of the red house is seven; who lives in the blue house? the blue house is the code of who. "
@@ -53,15 +53,15 @@ def free_port() -> int:
 
 
 def together(job: Callable, *arguments: object, size: int = 2, seconds: float = 120) -> list:
-    """What job(team, *arguments) returns in each of `size` processes, or the exception that it raises there."""
+    """What job(group, *arguments) returns in each of `size` processes, or the exception that it raises there."""
     fork, port = get_context("fork"), free_port()
 
     def work(rank: int, end) -> None:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_PORT": str(port)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
         try:
-            with assembled(own_device("cpu")) as team:
-                end.send(job(team, *arguments))
+            with process_group(own_device("cpu")) as group:
+                end.send(job(group, *arguments))
         except Exception as error:
             end.send(error)
 
@@ -96,7 +96,7 @@ def difference(one: Path, other: Path) -> float:
     return max(float((left[key] - right[key]).abs().max()) for left, right in pairs for key in left)
 
 
-def run(team, tokenizer, folder: Path, config: TrainConfig, spreading: bool, resume: bool = False, stop: int = 0):
+def run(group, tokenizer, folder: Path, config: TrainConfig, spreading: bool, resume: bool = False, stop: int = 0):
     """A run on a random model; returns the shares of the decoder layers' numbers that this process holds."""
     model = build_model("qwen3")
     layers = decoder(model).layers
@@ -108,7 +108,7 @@ def run(team, tokenizer, folder: Path, config: TrainConfig, spreading: bool, res
         if step == stop:
             raise RestoreKVError("stopped")
 
-    train(model, tokenizer, EXAMPLES, config, folder, resume, progress, team=team)
+    train(model, tokenizer, EXAMPLES, config, folder, resume, progress, group=group)
     return sum(p.to_local().numel() if spreading else p.numel() for p in layers.parameters()) / whole
 
 
@@ -139,17 +139,17 @@ def test_a_run_of_two_processes_resumes(alone, tiny_tokenizer, tmp_path):
 
 
 def test_who_has_no_gradient_counts_as_zero_and_a_failure_ends_all():
-    def job(team):
+    def job(group):
         parameters = [torch.nn.Parameter(torch.ones(2, 2)) for _ in range(3)]
-        parameters[0].grad = torch.full((2, 2), 1.0 + 2 * team.rank)
-        if team.rank:
+        parameters[0].grad = torch.full((2, 2), 1.0 + 2 * group.rank)
+        if group.rank:
             parameters[1].grad = torch.full((2, 2), 5.0)
-        team.average(parameters)
-        assert team.mean(float(team.rank)) == 0.5
+        group.average(parameters)
+        assert group.mean(float(group.rank)) == 0.5
         found = [None if p.grad is None else p.grad.unique().tolist() for p in parameters]
-        if team.rank:
+        if group.rank:
             raise RestoreKVError(str(found))
-        team.wait()
+        group.wait()
 
     first, second = together(job, seconds=60)
     assert str(second) == "[[2.0], [2.5], None]"
@@ -157,8 +157,8 @@ def test_who_has_no_gradient_counts_as_zero_and_a_failure_ends_all():
 
 
 def test_adapters_that_differ_are_refused():
-    def job(team):
-        team.average([torch.nn.Parameter(torch.full((3,), float(team.rank)))])
+    def job(group):
+        group.average([torch.nn.Parameter(torch.full((3,), float(group.rank)))])
 
     assert all("different adapters" in str(error) for error in together(job, seconds=60))
 
@@ -167,7 +167,7 @@ def test_passes_pair_up_however_many_each_process_makes():
     ids = torch.arange(3, 20)[None]
     expected = build_model("llama")(ids).logits
 
-    def job(team):
+    def job(group):
         model = build_model("llama")
         known = model_fingerprint(model), describe(model)
         spread(model, torch.device("cpu"))
@@ -176,8 +176,8 @@ def test_passes_pair_up_however_many_each_process_makes():
         decoder(model).register_forward_pre_hook(lambda *_: passes.append(1))
         with torch.no_grad():
             for own in ((1, 4), (3, 0), (2, 2)):
-                with team.level(model):
-                    for length in range(own[team.rank]):
+                with group.join_uneven(model):
+                    for length in range(own[group.rank]):
                         model(ids[:, : 5 + 3 * length])
             made = len(passes)
             return made, float((model(ids).logits - expected).abs().max())
@@ -189,10 +189,10 @@ def test_a_spread_backbone_needs_a_restore_token_at_every_ratio(tiny_tokenizer, 
     short = [*EXAMPLES, Example("the red house", ("is it?",), (None,), where="line 5")]
     config = replace(CONFIG, ratio_min=0.05, ratio_max=1)
 
-    def job(team):
+    def job(group):
         model = build_model("qwen3")
         spread(model, torch.device("cpu"))
-        train(model, tiny_tokenizer, short, config, tmp_path / "run", team=team)
+        train(model, tiny_tokenizer, short, config, tmp_path / "run", group=group)
 
     assert all("line 5" in str(error) and "r = 0.05" in str(error) for error in together(job, seconds=60))
 
@@ -227,7 +227,7 @@ def test_what_cannot_be_shared_is_refused(monkeypatch):
     for device in ("mps", "cuda:1"):
         with pytest.raises(RestoreKVError, match="its own GPU"):
             own_device(device)
-    with pytest.raises(RestoreKVError, match="do not find each other"), assembled(own_device("cpu")):
+    with pytest.raises(RestoreKVError, match="do not find each other"), process_group(own_device("cpu")):
         pass
 
 

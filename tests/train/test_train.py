@@ -15,15 +15,13 @@ from restorekv.model.attention import cascade
 from restorekv.model.load import logits, longest
 from restorekv.model.prompt import default_between, make_context
 from restorekv.train import teacher as teacher_module
-from restorekv.train.answers import answer_logits
 from restorekv.train.checks import check
 from restorekv.train.config import TrainConfig, learning_rate
-from restorekv.train.data import check_lengths, read_examples
-from restorekv.train.distill import divergence
-from restorekv.train.example import Example, sources
-from restorekv.train.lessons import TeacherCache
-from restorekv.train.loop import fresh_adapter, train
-from restorekv.train.visit import StepSample, draw
+from restorekv.train.examples import Example, check_lengths, examples_hash, read_examples, sources
+from restorekv.train.loop import initial_adapter, train
+from restorekv.train.loss import answer_logits, divergence
+from restorekv.train.sampling import StepSample, sample_step
+from restorekv.train.teacher_cache import TeacherCache
 from tests.helpers.models import SHAPE, build_model
 
 TEXT = "the code of the red house is seven; who lives in the blue house? the blue house is the code of who. " * 2
@@ -65,7 +63,7 @@ def test_a_run_goes_on_from_an_adapter(tiny_model, tiny_tokenizer, tmp_path):
     assert again.card.data[-1]["source"].endswith("through the adapter it began with")
     for wrong in ({"restore_tokens": 3}, {"rank": 4}, {"alpha": 8}, {"targets": ("q_proj",)}):
         with pytest.raises(AdapterError, match=place):
-            fresh_adapter(tiny_model, tiny_tokenizer, replace(still, **wrong))
+            initial_adapter(tiny_model, tiny_tokenizer, replace(still, **wrong))
 
 
 def test_every_adapter_weight_that_can_learn_does(tiny_tokenizer, tmp_path):
@@ -101,14 +99,14 @@ def test_another_run_is_neither_overwritten_nor_continued(tiny_tokenizer, tmp_pa
         train(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
 
 
-def test_lessons_are_the_teachers_own_greedy_answers(tiny_model, tiny_tokenizer):
-    lessons = TeacherCache(tiny_model, tiny_tokenizer, EXAMPLES, CONFIG)
-    prepared, taught = lessons[0]
-    for lesson in taught:
-        ids = torch.cat([prepared.context.ids[0], lesson.ids])[None]
-        plain = tiny_model(ids).logits[0, -lesson.answer - 1 : -1]
-        torch.testing.assert_close(tiny_model.lm_head(lesson.hidden), plain, rtol=1e-4, atol=1e-4)
-        assert torch.equal(plain.argmax(-1), lesson.ids[-lesson.answer :])
+def test_targets_are_the_teachers_own_greedy_answers(tiny_model, tiny_tokenizer):
+    teachers = TeacherCache(tiny_model, tiny_tokenizer, EXAMPLES, CONFIG)
+    prepared, targets = teachers[0]
+    for target in targets:
+        ids = torch.cat([prepared.context.ids[0], target.ids])[None]
+        plain = tiny_model(ids).logits[0, -target.answer - 1 : -1]
+        torch.testing.assert_close(tiny_model.lm_head(target.hidden), plain, rtol=1e-4, atol=1e-4)
+        assert torch.equal(plain.argmax(-1), target.ids[-target.answer :])
 
 
 def test_a_generated_answer_ends_with_one_stop_id(tiny_tokenizer):
@@ -123,22 +121,24 @@ def test_a_generated_answer_ends_with_one_stop_id(tiny_tokenizer):
 
 
 def test_without_restoring_the_student_is_the_base_evictor(tiny_model, tiny_tokenizer):
-    lessons = TeacherCache(tiny_model, tiny_tokenizer, EXAMPLES, CONFIG)
-    prepared, taught = lessons[1]
-    alone = answer_logits(tiny_model, prepared.evict(0.3), [taught[0].ids], [taught[0].answer])
-    both = answer_logits(tiny_model, prepared.evict(0.3), [lesson.ids for lesson in taught], [x.answer for x in taught])
-    torch.testing.assert_close(both[: taught[0].answer], alone, rtol=1e-4, atol=1e-4)
-    full = answer_logits(tiny_model, prepared.evict(1), [taught[0].ids], [taught[0].answer])
+    teachers = TeacherCache(tiny_model, tiny_tokenizer, EXAMPLES, CONFIG)
+    prepared, targets = teachers[1]
+    alone = answer_logits(tiny_model, prepared.evict(0.3), [targets[0].ids], [targets[0].answer])
+    both = answer_logits(
+        tiny_model, prepared.evict(0.3), [target.ids for target in targets], [x.answer for x in targets]
+    )
+    torch.testing.assert_close(both[: targets[0].answer], alone, rtol=1e-4, atol=1e-4)
+    full = answer_logits(tiny_model, prepared.evict(1), [targets[0].ids], [targets[0].answer])
     assert (full - alone).abs().max() > 1e-3
 
 
 def test_the_first_figures_are_those_of_the_full_cache_and_of_the_evictor_alone(tiny_model, tiny_tokenizer):
-    lessons = TeacherCache(tiny_model, tiny_tokenizer, EXAMPLES, CONFIG)
-    adapter = fresh_adapter(tiny_model, tiny_tokenizer, CONFIG)
-    found = check(adapter, lessons, StepSample(1, (0, 1), "0.400000", 2))
-    prepared, taught = lessons[1]
-    rows, answers = [lesson.ids for lesson in taught], [lesson.answer for lesson in taught]
-    teacher = tiny_model.lm_head(torch.cat([lesson.hidden for lesson in taught]))
+    teachers = TeacherCache(tiny_model, tiny_tokenizer, EXAMPLES, CONFIG)
+    adapter = initial_adapter(tiny_model, tiny_tokenizer, CONFIG)
+    found = check(adapter, teachers, StepSample(1, (0, 1), "0.400000", 2))
+    prepared, targets = teachers[1]
+    rows, answers = [target.ids for target in targets], [target.answer for target in targets]
+    teacher = tiny_model.lm_head(torch.cat([target.hidden for target in targets]))
     base = divergence(teacher, answer_logits(tiny_model, prepared.evict(0.4), rows, answers)).mean()
     assert found.base == pytest.approx(float(base), rel=1e-4) and found.full < 1e-4 < found.base
     assert found.restored != found.base and f"{found.base:.4f} evicted" in str(found)
@@ -174,24 +174,26 @@ def test_schedule_and_order_are_functions_of_the_step():
     assert learning_rate(config, 10) == pytest.approx(1.0)
     assert learning_rate(config, 60) == pytest.approx(0.5)
     examples = [Example(str(index), ("a?", "b?", "c?"), (None,) * 3) for index in range(10)]
-    visits = [visit for step in range(5) for visit in draw(replace(config, contexts=2, questions=2), step, examples)]
-    assert sorted(visit.index for visit in visits) == list(range(10))
-    assert all(len(set(visit.questions)) == 2 and 0.025 <= float(visit.ratio) <= 0.25 for visit in visits)
-    assert {visit.tokens for visit in visits} == {8}
+    samples = [
+        sample for step in range(5) for sample in sample_step(replace(config, contexts=2, questions=2), step, examples)
+    ]
+    assert sorted(sample.index for sample in samples) == list(range(10))
+    assert all(len(set(sample.questions)) == 2 and 0.025 <= float(sample.ratio) <= 0.25 for sample in samples)
+    assert {sample.restore_tokens for sample in samples} == {8}
 
 
-def test_two_processes_make_the_visits_of_one_with_twice_the_contexts():
+def test_two_processes_take_the_samples_of_one_with_twice_the_contexts():
     examples = [Example(str(index), ("a?", "b?"), (None, None)) for index in range(7)]
-    one = [draw(TrainConfig(contexts=4), step, examples) for step in range(5)]
-    assert one == [draw(TrainConfig(contexts=2), step, examples, size=2) for step in range(5)]
+    one = [sample_step(TrainConfig(contexts=4), step, examples) for step in range(5)]
+    assert one == [sample_step(TrainConfig(contexts=2), step, examples, processes=2) for step in range(5)]
 
 
 def test_ratios_may_be_drawn_evenly_in_their_logarithm_and_tokens_at_random():
     examples = [Example("a", ("b?",), (None,))]
     config = TrainConfig(ratio_min=0.01, ratio_max=1, ratio_law="log-uniform", nested=True, restore_tokens=3)
-    visits = [draw(config, step, examples)[0] for step in range(400)]
-    assert 0.4 < sum(float(visit.ratio) < 0.1 for visit in visits) / 400 < 0.6
-    assert {visit.tokens for visit in visits} == {1, 2, 3}
+    samples = [sample_step(config, step, examples)[0] for step in range(400)]
+    assert 0.4 < sum(float(sample.ratio) < 0.1 for sample in samples) / 400 < 0.6
+    assert {sample.restore_tokens for sample in samples} == {1, 2, 3}
 
 
 def test_json_lines_are_read(tiny_model, tiny_tokenizer, tmp_path):
@@ -201,8 +203,8 @@ def test_json_lines_are_read(tiny_model, tiny_tokenizer, tmp_path):
         '{"context": "d", "questions": ["e?"], "answers": ["f"], "source": "mine", "licence": "CC BY 4.0"}\n'
     )
     plain, told = read_examples(path, tiny_model, tiny_tokenizer)
-    assert plain.drafts == (None,) and plain.licence is None
-    assert told.drafts == ("f",) and (told.source, told.licence) == ("mine", "cc-by-4.0")
+    assert plain.drafts == (None,) and plain.license is None
+    assert told.drafts == ("f",) and (told.source, told.license) == ("mine", "cc-by-4.0")
     assert sources([plain, told, told]) == [
         {"source": None, "license": None, "contexts": 1, "examples": 1},
         {"source": "mine", "license": "cc-by-4.0", "contexts": 2, "examples": 2},
@@ -213,16 +215,16 @@ def test_json_lines_are_read(tiny_model, tiny_tokenizer, tmp_path):
     ("line", "told"),
     [
         ('{"context": 3}', 'has no text in "context"'),
-        ('["a"]', "is no object"),
+        ('["a"]', "is not an object"),
         ('{"context": "a"}', 'has no list in "questions"'),
         ('{"context": "a", "questions": "b?"}', 'has no list in "questions"'),
-        ('{"context": "a", "questions": ["b?"]', "is no JSON .*character 37"),
+        ('{"context": "a", "questions": ["b?"]', "is not JSON .*character 37"),
         ('{"context": "a", "questions": ["b?", " "]}', 'has no text in "questions", number 2'),
         ('{"context": "a", "questions": ["b?"], "answers": [" "]}', 'has no text in "answers", number 1'),
         ('{"context": "a", "questions": ["b?"], "answers": ["c", "d"]}', "has 1 questions and 2 answers"),
         ('{"context": "a", "questions": ["b?"], "answer": ["c"]}', "has the unknown key 'answer'"),
-        ('{"context": "a", "questions": ["b?"], "licence": "all mine"}', "has the license 'all mine'"),
-        ('{"context": "a", "questions": ["b?"], "license": "all mine"}', "has the license 'all mine'"),
+        ('{"context": "a", "questions": ["b?"], "licence": "all mine"}', "has the unknown license 'all mine'"),
+        ('{"context": "a", "questions": ["b?"], "license": "all mine"}', "has the unknown license 'all mine'"),
     ],
 )
 def test_a_poisoned_line_is_named(tiny_model, tiny_tokenizer, tmp_path, line, told):
@@ -288,12 +290,12 @@ def test_the_loss_is_that_of_the_models_own_logits(tiny_tokenizer, tmp_path, kin
     torch.manual_seed(0)
     model = kind(kind.config_class(**{**SHAPE, "eos_token_id": 2, **extra})).eval().requires_grad_(False)
     attention.install(model)
-    lessons = TeacherCache(model, tiny_tokenizer, EXAMPLES, CONFIG)
-    prepared, taught = lessons[0]
-    for lesson in taught:
-        ids = torch.cat([prepared.context.ids[0], lesson.ids])[None]
-        plain = model(ids).logits[0, -lesson.answer - 1 : -1]
-        torch.testing.assert_close(logits(model, lesson.hidden), plain, rtol=1e-4, atol=1e-4)
+    teachers = TeacherCache(model, tiny_tokenizer, EXAMPLES, CONFIG)
+    prepared, targets = teachers[0]
+    for target in targets:
+        ids = torch.cat([prepared.context.ids[0], target.ids])[None]
+        plain = model(ids).logits[0, -target.answer - 1 : -1]
+        torch.testing.assert_close(logits(model, target.hidden), plain, rtol=1e-4, atol=1e-4)
     train(model, tiny_tokenizer, EXAMPLES, replace(CONFIG, steps=1), tmp_path / "run")
 
 
@@ -337,7 +339,7 @@ def test_a_run_is_resumed_as_it_was_and_what_differs_is_named(tiny_tokenizer, tm
     before = (tmp_path / "run" / "loss.csv").read_text()
     model = build_model("llama", seed=int(change == "model"))
     model = model.double() if change == "dtype" else model
-    examples = [replace(EXAMPLES[0], licence="mit"), *EXAMPLES[1:]] if change == "data" else EXAMPLES
+    examples = [replace(EXAMPLES[0], license="mit"), *EXAMPLES[1:]] if change == "data" else EXAMPLES
     config = replace(CONFIG, lr=1.0) if change == "lr" else CONFIG
     with pytest.raises(RestoreKVError, match=f"is another one .{change} is .*, was "):
         train(model, tiny_tokenizer, examples, config, tmp_path / "run", resume=True)
@@ -367,8 +369,14 @@ def test_a_draft_is_confirmed_whichever_stop_id_the_model_uses(tiny_tokenizer, m
     assert torch.equal(again.ids, written.ids) and again.answer == written.answer
 
 
-def test_the_adapter_records_settings_data_and_license(tiny_tokenizer, tmp_path):
-    made = replace(EXAMPLES[0], source="books", licence="cc-by-sa-4.0")
+def test_checkpoints_of_before_know_the_data_by_the_same_hash():
+    """The value is that of version 0.1.0, whose field was spelled "licence"."""
+    named = replace(EXAMPLES[0], source="me", license="mit", where="line 1")
+    assert examples_hash([named, EXAMPLES[1]]) == "009d871d0ffb65fd"
+
+
+def test_the_adapter_records_settings_data_and_licence(tiny_tokenizer, tmp_path):
+    made = replace(EXAMPLES[0], source="books", license="cc-by-sa-4.0")
     adapter = train(build_model("llama"), tiny_tokenizer, [made, *EXAMPLES[1:]], CONFIG, tmp_path / "run")
     assert adapter.card.settings["lr"] == CONFIG.lr and adapter.card.settings["processes"] == 1
     assert [row["contexts"] for row in adapter.card.data] == [1, 4]

@@ -17,8 +17,19 @@ from restorekv.model.prompt import make_context
 from restorekv.model.shape import CacheShape
 from restorekv.train import features as features_module
 from restorekv.train.features import Features, collect
-from restorekv.train.gate import measured, overlap, spearman, train_gate, unstacked
-from restorekv.train.gate_fits import FITS, USED, GateConfig, cross_entropy, factor, fit_linear
+from restorekv.train.gate import (
+    FITS,
+    USED,
+    GateConfig,
+    cross_entropy,
+    factor,
+    fit_linear,
+    measured,
+    overlap,
+    spearman,
+    train_gate,
+    unstacked,
+)
 from tests.evictors.test_gates import random_layers
 from tests.helpers.cli_world import cli
 from tests.helpers.models import build_model
@@ -234,11 +245,11 @@ def test_the_command_makes_a_gate_that_works(folder, tmp_path, kind):
 
 MISTAKES = {
     "unknown kind": (["--kind", "kvzap"], "no gate of the kind 'kvzap'.*kvzap-linear"),
-    "no tokens": (["--tokens", 0], "tokens is a number of at least 1"),
-    "no batch": (["--batch", 0], "batch is a number of at least 1"),
-    "learning rate NaN": (["--lr", "nan"], "lr is a number above 0"),
-    "no floor": (["--floor", 0], "floor is a number above 0"),
-    "all held out": (["--held-out", 1], "held_out is a share"),
+    "no tokens": (["--tokens", 0], "tokens must be at least 1"),
+    "no batch": (["--batch", 0], "batch must be at least 1"),
+    "learning rate NaN": (["--lr", "nan"], "lr must be above 0"),
+    "no floor": (["--floor", 0], "floor must be above 0"),
+    "all held out": (["--held-out", 1], "held_out must be between"),
     "missing data": (["--data", "nowhere"], "no training file"),
     "swapped lengths": (["--shortest", 900, "--longest", 800], "swap them"),
     "one context": (["--data", "{}/one"], "at least two contexts"),

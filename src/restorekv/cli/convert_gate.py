@@ -1,4 +1,4 @@
-"""`restorekv convert-gate SOURCE -o gate.safetensors --model NAME`: a published gate becomes one of restorekv."""
+"""`restorekv convert-gate SOURCE -o gate.safetensors --model NAME`: a published gate in the format of restorekv."""
 
 from pathlib import Path
 from typing import Annotated

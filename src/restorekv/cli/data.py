@@ -1,9 +1,7 @@
-"""`restorekv data build` and `restorekv data show`: the training mixture. Flags are the fields of BuildConfig."""
+"""`restorekv data build` and `restorekv data show`: the training mixture; BuildConfig's fields are options."""
 
-import inspect
-from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -13,8 +11,7 @@ from restorekv.cli.session import bar, open_model, output
 from restorekv.data.build import build
 from restorekv.data.config import BuildConfig
 from restorekv.data.files import optional
-from restorekv.data.folder import check_folder
-from restorekv.data.manifest import read_manifest
+from restorekv.data.manifest import check_folder, read_manifest
 from restorekv.data.mixture import read_mixture
 from restorekv.data.table import data_table, figures, left_out
 from restorekv.errors import RestoreKVError
@@ -23,6 +20,8 @@ from restorekv.files import check_target, write_json
 app = typer.Typer(add_completion=False, help="Build the training mixture, with the teacher's answers, or show one.")
 
 
+@app.command("build")
+@options.options_of(BuildConfig)
 def run(
     out: Annotated[Path, typer.Option(help="Folder of the data.")],
     model: options.Model = "bundled",
@@ -32,7 +31,7 @@ def run(
         list[str], typer.Option(help="Evaluation texts to keep out: a file or folder; repeatable.")
     ] = (),
     permissive: Annotated[bool, typer.Option("--permissive", help="Short for --mixture permissive.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the folder's unfinished data.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Finish the folder's unfinished data.")] = False,
     **settings: Any,
 ) -> None:
     """Build a mixture: long documents, books and FLAN, questions and greedy answers of the model itself."""
@@ -48,7 +47,7 @@ def run(
         with bar("asking and answering", lines=True) as progress:
             build(loaded, tokenizer, config, out, exclude, resume, progress)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"Interrupted; go on with --resume, nothing in {out} is asked twice.") from None
+        raise KeyboardInterrupt(f"Interrupted; continue with --resume, nothing in {out} is asked twice.") from None
     output.print(f"Wrote {escape(str(out))}")
     print_tables(out)
 
@@ -58,7 +57,7 @@ def show(
     folder: Annotated[Path, typer.Argument(help="Folder of the data.")],
     json: Annotated[Path | None, typer.Option(help="Write the figures and the manifest here.")] = None,
 ) -> None:
-    """Print the table of the paper's appendix from the data, beside the paper's numbers."""
+    """Print the table of the paper's appendix for this data, next to the paper's numbers."""
     read_manifest(folder)
     if json:
         check_target(json)
@@ -68,30 +67,9 @@ def show(
 
 
 def print_tables(folder: Path) -> tuple[list[dict], dict]:
-    """Reads the data back, so that what is shown has been verified."""
-    found, manifest = read_mixture(folder)
-    rows = figures(found, manifest)
+    """Reads the data back, so that only verified data is shown."""
+    contexts, manifest = read_mixture(folder)
+    rows = figures(contexts, manifest)
     output.print(data_table(rows, manifest))
     output.print(left_out(manifest))
     return rows, manifest
-
-
-def with_flags() -> inspect.Signature:
-    """`run` as typer shall see it: its own options, then one for every field of BuildConfig."""
-    own = [p for p in inspect.signature(run).parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    kinds = get_type_hints(BuildConfig)
-    added = [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=field.default,
-            annotation=Annotated[kinds[field.name], typer.Option(help=field.metadata["help"])],
-        )
-        for field in fields(BuildConfig)
-    ]
-    return inspect.Signature([*own, *added])
-
-
-run.__signature__ = with_flags()
-run.__annotations__ = {name: parameter.annotation for name, parameter in run.__signature__.parameters.items()}
-app.command("build")(run)

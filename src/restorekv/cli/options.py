@@ -1,6 +1,9 @@
 """Options that several commands share, so that one name means the same everywhere."""
 
-from typing import Annotated
+import inspect
+from collections.abc import Callable
+from dataclasses import Field, fields
+from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
 import typer
 
@@ -46,3 +49,26 @@ RestoreTokens = Annotated[
     int | None,
     typer.Option(min=1, help="Use the adapter's first so many restore tokens; train it with --nested."),
 ]
+
+
+def options_of(config: type) -> Callable[[Callable], Callable]:
+    """Decorates a command that takes `**settings`: every field of the dataclass becomes an option with its help.
+
+    Tuples are written with commas between, literals as text; a field's metadata holds `help` and, optionally, `flags`.
+    """
+
+    def option(field: Field, kind: Any) -> inspect.Parameter:
+        default = field.default
+        if get_origin(kind) in (tuple, Literal):
+            kind, default = str, ",".join(default) if isinstance(default, tuple) else default
+        typed = Annotated[kind, typer.Option(*field.metadata.get("flags", ()), help=field.metadata["help"])]
+        return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=typed)
+
+    def decorate(run: Callable) -> Callable:
+        kinds = get_type_hints(config)
+        own = [p for p in inspect.signature(run).parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        run.__signature__ = inspect.Signature([*own, *(option(field, kinds[field.name]) for field in fields(config))])
+        run.__annotations__ = {name: parameter.annotation for name, parameter in run.__signature__.parameters.items()}
+        return run
+
+    return decorate

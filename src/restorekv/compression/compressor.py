@@ -47,6 +47,7 @@ from restorekv.model.offload import offloaded, trim_heap
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context, default_between, make_context, template_hash
 from restorekv.model.shape import CacheShape
+from restorekv.restore import publish
 from restorekv.restore.adapter import RestoreAdapter
 
 METHODS: dict[str, type[Compressor]] = {"am-fast": AttentionMatching}  # besides eviction by each of the evictors

@@ -1,1 +1,1 @@
-"""`restorekv data`: the paper's training mixture for any model, or a freely licensed one, with its answers."""
+"""`restorekv data`: training data for any model, with the model's own answers."""

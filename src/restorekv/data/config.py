@@ -2,90 +2,98 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from restorekv.errors import RestoreKVError
 
 MIXTURE_NAMES = ("paper", "permissive", "passages")
+MAY_BE_ZERO = {
+    "documents", "books", "examples", "question_characters", "least_answer", "seed", "story_passages",
+    "novel_passages", "section_passages",
+}  # fmt: skip
 
 
-def setting(default: object, text: str) -> object:
-    """A field with its one line of help."""
-    return field(default=default, metadata={"help": text})
+def setting(default: object, help: str, *flags: str) -> Any:
+    """Returns a dataclass field whose `help` is that of its option; `flags` replace the option's default name."""
+    return field(default=default, metadata={"help": help, "flags": flags})
+
+
+def require_at_least(least: int, config: object, names: Iterable[str]) -> None:
+    """Refuses settings below `least`, infinite ones and NaN; a setting of None is a choice left open."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not least <= value < math.inf:
+            raise RestoreKVError(f"{name} must be at least {least}, not {value}.")
 
 
 @dataclass(frozen=True)
 class BuildConfig:
-    """Tokens are those of the model's tokenizer; a source of which nothing is wanted (a count of 0) is left out."""
+    """Counts of tokens are by the model's tokenizer; a source with a count of 0 is left out."""
 
     mixture: str = setting(
         "paper",
-        "paper; permissive: freely licensed papers in place of LongAlpaca; passages: parts of stories, novels and "
+        "paper; permissive: freely licensed papers instead of LongAlpaca; passages: parts of stories, novels and "
         "fact sheets, for small models.",
     )
     longalpaca: str = setting("Yukang/LongAlpaca-12k", "Hub id (ID@REVISION), file or folder of LongAlpaca.")
     papers: str = setting("common-pile/arxiv_papers_filtered", "Hub id, file or folder of openly licensed papers.")
     pg19: str = setting("emozilla/pg19", "Hub id, file or folder of PG-19.")
     flan: str = setting("allenai/tulu-3-sft-mixture", "Hub id, file or folder of the Tulu-3 mixture.")
-    documents: int = setting(500, "Documents of LongAlpaca, or papers.")
-    shortest: int = setting(2048, "Fewest tokens of such a document.")
-    longest: int = setting(16000, "Most tokens of any context.")
-    books: int = setting(50, "Books of PG-19.")
-    chunk: int = setting(3072, "Tokens of a chunk of a book.")
-    chunks: int = setting(10, "Chunks drawn from a book, at most.")
-    examples: int = setting(1500, "Examples of FLAN, after the filters.")
-    flan_shortest: int = setting(512, "Fewest tokens of a prompt of FLAN.")
+    documents: int = setting(500, "Number of LongAlpaca documents, or of papers.")
+    shortest: int = setting(2048, "Minimum tokens of such a document.")
+    longest: int = setting(16000, "Maximum tokens of any context.")
+    books: int = setting(50, "Number of PG-19 books.")
+    chunk: int = setting(3072, "Tokens per chunk of a book.")
+    chunks: int = setting(10, "Maximum number of chunks drawn from a book.")
+    examples: int = setting(1500, "Number of FLAN examples, after filtering.")
+    flan_shortest: int = setting(512, "Minimum tokens of a FLAN prompt.")
     stories: str = setting("stories", "File or folder of FairytaleQA's training stories (passages).")
     novels: str = setting("novels", "File or folder of novels (passages).")
     sections: str = setting("sections", "File or folder of the Factbook's sections (passages).")
-    story_passages: int = setting(200, "Passages of stories.")
-    novel_passages: int = setting(120, "Passages of novels.")
-    section_passages: int = setting(60, "Sections of the Factbook.")
-    per_novel: int = setting(12, "Passages of one novel, at most.")
-    passage_shortest: int = setting(320, "Fewest tokens of a passage.")
-    passage_longest: int = setting(1600, "Most tokens of a passage.")
-    questions: int = setting(4, "Questions of a passage that come with it, at most.")
-    invented: float = setting(0.3, "Share of the passages into which made-up facts are put.")
-    wording: str = setting("{question}", "How a question that comes with a text is put; {question} stands for it.")
-    question_tokens: int = setting(64, "Longest question.")
-    answer_tokens: int = setting(512, "Longest answer in self-study.")
-    flan_answer_tokens: int = setting(256, "Longest answer to a prompt of FLAN.")
-    question_characters: int = setting(10, "Questions with fewer characters are dropped.")
-    least_answer: int = setting(4, "Answers with fewer tokens, the EOS apart, are dropped.")
-    licences: str = setting("cc-by-4.0,cc-by-3.0,cc0-1.0,public-domain", "Licences that papers may have, with commas.")
-    overlap: float = setting(0.1, "Share of 13-grams in common with an evaluation text from which on it is refused.")
-    seed: int = setting(0, "Seed of the chunks drawn from books.")
+    story_passages: int = setting(200, "Number of passages from stories.")
+    novel_passages: int = setting(120, "Number of passages from novels.")
+    section_passages: int = setting(60, "Number of Factbook sections.")
+    per_novel: int = setting(12, "Maximum number of passages from one novel.")
+    passage_shortest: int = setting(320, "Minimum tokens of a passage.")
+    passage_longest: int = setting(1600, "Maximum tokens of a passage.")
+    questions: int = setting(4, "Maximum number of a passage's own questions that are used.")
+    invented: float = setting(0.3, "Share of the passages that get invented facts.")
+    wording: str = setting("{question}", "Template for a passage's own questions; {question} is the question.")
+    question_tokens: int = setting(64, "Maximum tokens of a question.")
+    answer_tokens: int = setting(512, "Maximum tokens of an answer in self-study.")
+    flan_answer_tokens: int = setting(256, "Maximum tokens of an answer to a FLAN prompt.")
+    question_characters: int = setting(10, "Shorter questions are dropped.")
+    least_answer: int = setting(4, "Answers with fewer tokens, not counting the EOS, are dropped.")
+    licenses: str = setting(
+        "cc-by-4.0,cc-by-3.0,cc0-1.0,public-domain", "Licenses that papers may have, separated by commas.",
+        "--licenses", "--licences",
+    )  # fmt: skip
+    overlap: float = setting(0.1, "Documents that share at least this fraction of 13-grams with a test are refused.")
+    seed: int = setting(0, "Seed for drawing chunks of books.")
 
     def __post_init__(self) -> None:
         if self.mixture not in MIXTURE_NAMES:
-            raise RestoreKVError(f"The mixture is one of {', '.join(MIXTURE_NAMES)}, not {self.mixture!r}.")
-        counts = {
-            "documents", "books", "examples", "question_characters", "least_answer", "seed", "story_passages",
-            "novel_passages", "section_passages",
-        }  # fmt: skip
-        for item in fields(self):
-            value, least = getattr(self, item.name), 0 if item.name in counts else 1
-            if isinstance(value, int) and value < least:
-                raise RestoreKVError(f"--{item.name.replace('_', '-')} is at least {least}, not {value}.")
+            raise RestoreKVError(f"The mixture must be one of {', '.join(MIXTURE_NAMES)}, not {self.mixture!r}.")
+        counts = {item.name for item in fields(self) if isinstance(getattr(self, item.name), int)}
+        require_at_least(0, self, MAY_BE_ZERO)
+        require_at_least(1, self, sorted(counts - MAY_BE_ZERO))
         if not 0 < self.overlap <= 1:
-            raise RestoreKVError(f"--overlap is a share above 0 and at most 1, not {self.overlap:g}.")
+            raise RestoreKVError(f"overlap must be above 0 and at most 1, not {self.overlap:g}.")
         if self.documents and self.shortest > self.longest:
             raise RestoreKVError(f"--shortest {self.shortest} is more than --longest {self.longest}; swap them.")
         if not 0 <= self.invented <= 1:
-            raise RestoreKVError(f"--invented is a share from 0 to 1, not {self.invented:g}.")
+            raise RestoreKVError(f"invented must be from 0 to 1, not {self.invented:g}.")
         if "{question}" not in self.wording:
-            raise RestoreKVError(f"--wording needs {{question}} where the question stands, not {self.wording!r}.")
+            raise RestoreKVError(f"--wording needs {{question}} where the question goes, not {self.wording!r}.")
         if self.passage_shortest > self.passage_longest:
             raise RestoreKVError("--passage-shortest is more than --passage-longest; swap them.")
-        wanted = (
-            (self.story_passages, self.novel_passages, self.section_passages)
-            if self.mixture == "passages"
-            else (self.documents, self.books, self.examples)
-        )
-        if not any(wanted):
-            raise RestoreKVError("Nothing is wanted; give at least one source a count above 0.")
+        passages = (self.story_passages, self.novel_passages, self.section_passages)
+        if not any(passages if self.mixture == "passages" else (self.documents, self.books, self.examples)):
+            raise RestoreKVError("Every source has a count of 0; give at least one a count above 0.")
 
     @property
-    def allowed(self) -> tuple[str, ...]:
-        """The licences that papers may have."""
-        return tuple(name.strip().lower() for name in self.licences.split(",") if name.strip())
+    def allowed_licenses(self) -> tuple[str, ...]:
+        return tuple(name.strip().lower() for name in self.licenses.split(",") if name.strip())

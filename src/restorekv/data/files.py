@@ -1,20 +1,30 @@
-"""Where a source lies: local files with their hashes, or a dataset of the hub, pinned to a commit."""
+"""Source files: which files a path names, what identifies them, and their rows.
+
+JSON is parsed here because `datasets` changes it: of mixed types it makes strings, of dates time stamps. Datasets on
+the hub are read through `datasets`.
+"""
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import importlib
+import io
+import json
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import BinaryIO
 
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, first_sentence
 
 ENDINGS = (".json", ".jsonl", ".parquet", ".txt")
 FORMATS = ", ".join(ENDINGS)
 
 
 def optional(name: str, extra: str = "data") -> ModuleType:
-    """A package of the extra `data`, or of another one."""
+    """Imports a package that only the extra `extra` installs."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -22,21 +32,20 @@ def optional(name: str, extra: str = "data") -> ModuleType:
 
 
 def suffix(path: Path) -> str:
-    """The format's ending; ".jsonl" of "a.jsonl.gz"."""
+    """Returns the ending that names the format: ".jsonl" for "a.jsonl.gz"."""
     return (path.with_suffix("") if path.suffix == ".gz" else path).suffix.lower()
 
 
 def local_files(path: Path) -> list[Path]:
-    """The file itself, or the files below a folder, sorted."""
+    """Returns the file itself, or the files of a known format below a folder, sorted."""
     if path.is_file():
-        found = [path]
         if suffix(path) not in ENDINGS:
-            raise RestoreKVError(f"{path} is none of {FORMATS}; convert it first.")
-    else:
-        found = sorted(file for file in path.rglob("*") if file.is_file() and suffix(file) in ENDINGS)
-    if not found:
+            raise RestoreKVError(f"{path} is not a file of type {FORMATS}; convert it first.")
+        return [path]
+    files = sorted(file for file in path.rglob("*") if file.is_file() and suffix(file) in ENDINGS)
+    if not files:
         raise RestoreKVError(f"The folder {path} has no file that ends in {FORMATS}; give another.")
-    return found
+    return files
 
 
 def sha256(path: Path) -> str:
@@ -45,7 +54,7 @@ def sha256(path: Path) -> str:
 
 
 def identity(where: str) -> dict:
-    """What was read: names and hashes of local files, or a hub id with the commit that it stands at now."""
+    """Returns what identifies a source: names and hashes of local files, or a hub id and its current commit."""
     path = Path(where)
     if path.exists():
         return {"files": [{"name": file.name, "sha256": sha256(file)} for file in local_files(path)]}
@@ -61,6 +70,97 @@ def identity(where: str) -> dict:
 
 
 def unreadable(where: str, error: Exception) -> RestoreKVError:
-    """One sentence from whatever was raised."""
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0].split(". ")[0].rstrip(".")
-    return RestoreKVError(f"Cannot read the dataset {where}; give a hub id that can be reached or a file ({reason}).")
+    return RestoreKVError(
+        f"Cannot read the dataset {where}; give a hub id that can be reached or a file ({first_sentence(error)})."
+    )
+
+
+def rows(where: str, known: dict) -> Iterator[dict]:
+    """Yields the rows of a source, a text file being one row {text}; `known` is its `identity`."""
+    if "hub" in known:
+        yield from hub_rows(where, known)
+        return
+    for file in local_files(Path(where)):
+        if not file.stat().st_size:
+            raise RestoreKVError(f"{file} is empty; fetch it again or leave it out.")
+        for place, row in values(file):
+            if not isinstance(row, dict):
+                raise RestoreKVError(f"{file}, {place} is not a JSON object; fix it or leave it out.")
+            yield row
+
+
+def hub_rows(where: str, known: dict) -> Iterator[dict]:
+    """Streams the split "train", so that only what is needed is downloaded."""
+    library = optional("datasets")
+    library.logging.set_verbosity(library.logging.CRITICAL)
+    library.disable_progress_bars()
+    try:
+        yield from library.load_dataset(path=known["hub"], revision=known["revision"], split="train", streaming=True)
+    except Exception as error:  # foreign, unreachable, gated: the readers' errors have no common kind
+        raise unreadable(where, error) from error
+
+
+def values(file: Path) -> Iterator[tuple[str, object]]:
+    """Yields what a file holds as (line or row, JSON value), a text file as one {text}; refuses a damaged file."""
+    kind, packed = suffix(file), file.suffix == ".gz"
+    if kind == ".parquet":
+        if packed:
+            raise RestoreKVError(f"{file} is compressed; unpack it first.")
+        yield from ((f"row {number}", row) for number, row in enumerate(parquet_rows(file), 1))
+        return
+    try:
+        with gzip.open(file) if packed else file.open("rb") as stream:
+            if kind == ".txt":
+                yield "its text", {"text": plain_text(file, stream)}
+            elif kind == ".jsonl" or starts_with_an_object(stream):
+                for number, line in enumerate(stream, 1):
+                    if line.strip():
+                        yield f"line {number}", parse_json(file, line, number)
+            else:
+                content = stream.read()
+                parsed = parse_json(file, content) if content.strip() else []
+                listed = parsed if isinstance(parsed, list) else [parsed]
+                yield from ((f"row {number}", value) for number, value in enumerate(listed, 1))
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise RestoreKVError(f"{file} is damaged ({str(error).rstrip('.')}); fetch it again.") from error
+
+
+def starts_with_an_object(stream: BinaryIO) -> bool:
+    """Returns whether a JSON file has one object per line."""
+    first = stream.readline()
+    stream.seek(0)
+    try:
+        return not first.lstrip().startswith(b"[") and isinstance(json.loads(first), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def plain_text(file: Path, stream: BinaryIO) -> str:
+    try:
+        return io.TextIOWrapper(stream, encoding="utf-8-sig").read()
+    except UnicodeDecodeError as error:
+        raise RestoreKVError(f"{file} is not UTF-8 text (byte {error.start}); convert it first.") from error
+
+
+def parse_json(file: Path, content: bytes, line: int = 1) -> object:
+    """Parses JSON that begins on line `line` of the file."""
+    try:
+        return json.loads(content.rstrip().decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        line += content[: error.start].count(b"\n")
+        raise RestoreKVError(f"{file}, line {line} is not UTF-8 text; convert the file first.") from error
+    except (ValueError, RecursionError) as error:
+        line += getattr(error, "lineno", 1) - 1
+        reason = getattr(error, "msg", str(error))
+        raise RestoreKVError(f"{file}, line {line} is not JSON ({reason}); fix it or fetch the file again.") from error
+
+
+def parquet_rows(path: Path) -> Iterator[dict]:
+    """Yields rows as plain values; refuses a damaged file."""
+    parquet, arrow = optional("pyarrow.parquet"), optional("pyarrow")
+    try:
+        for batch in parquet.ParquetFile(path).iter_batches(256):
+            yield from batch.to_pylist()
+    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        reason = first_sentence(error)
+        raise RestoreKVError(f"{path} is damaged or not a parquet file ({reason}); get or build it again.") from error

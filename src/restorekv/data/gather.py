@@ -1,24 +1,105 @@
-"""One source at a time: contexts that pass the filters, what the teacher asks and answers, and every count."""
+"""One source at a time: contexts that pass the filters, what the teacher asks and answers, and every count.
+
+The attempts at a context are appended to a file as soon as they are complete, so an interrupted build loses at most
+the context it was working on and asks nothing twice.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.data.config import BuildConfig
-from restorekv.data.document import Document, Dropped
-from restorekv.data.filters import Lengths
-from restorekv.data.overlap import Evaluations
-from restorekv.data.parts import Parts
-from restorekv.data.selfstudy import reply, study
+from restorekv.data.documents import Document, Dropped
+from restorekv.data.overlap import Evaluations, words
+from restorekv.data.self_study import SelfStudy
 from restorekv.data.sources import Source
-from restorekv.model.prompt import Context, encode
+from restorekv.errors import RestoreKVError
+from restorekv.model.prompt import Context, encode, make_context
 
+MARGIN = 64  # positions reserved for the wording around the longest question
 Progress = Callable[[int, int, str], None]
+
+
+class Attempts:
+    """The attempts at the contexts of one source, a line of JSON per context."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        content = path.read_bytes() if path.exists() else b""
+        complete = content[: content.rfind(b"\n") + 1]
+        try:
+            self.done = [json.loads(line) for line in complete.splitlines()]
+        except ValueError as error:
+            raise RestoreKVError(f"{path} is damaged; delete it to ask its contexts again.") from error
+        if len(complete) < len(content):  # a killed process left half a line
+            os.truncate(path, len(complete))
+
+    def get(self, index: int, document: Document) -> list[dict] | None:
+        """Returns the attempts at context number `index`, None before it was asked; refuses another document."""
+        if index >= len(self.done):
+            return None
+        if self.done[index]["context"] != mark(document):
+            raise RestoreKVError(f"{self.path} holds answers about other documents; build into another folder.")
+        return self.done[index]["attempts"]
+
+    def add(self, document: Document, attempts: list[dict]) -> None:
+        """Appends a line; it is on disk when this returns."""
+        line = json.dumps({"context": mark(document), "attempts": attempts}, ensure_ascii=False) + "\n"
+        with self.path.open("ab") as file:
+            file.write(line.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        self.done.append(json.loads(line))
+
+
+def mark(document: Document) -> list[str]:
+    """Returns the name and 16 hex digits of the text's hash."""
+    return [document.name, hashlib.sha256(document.text.encode()).hexdigest()[:16]]
+
+
+@dataclass
+class LengthFilter:
+    """Accepts contexts of `shortest` to `longest` tokens, each text once."""
+
+    tokenizer: Tokenizer
+    shortest: int
+    longest: int
+    seen: set[str] = field(default_factory=set)
+
+    def check(self, text: str) -> Context | str:
+        """Returns the tokenized context, or why it is dropped."""
+        context = make_context(self.tokenizer, text)
+        if context.tokens < self.shortest:
+            return "too short"
+        if context.tokens > self.longest:
+            return "too long"
+        digest = hashlib.sha256(" ".join(words(text)).encode()).hexdigest()
+        if digest in self.seen:
+            return "repeated"
+        self.seen.add(digest)
+        return context
+
+
+def longest_context(model: PreTrainedModel, tokenizer: Tokenizer, config: BuildConfig) -> int:
+    """Returns `config.longest`, or fewer tokens where the model has no positions for them, a question and an answer."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not positions:
+        return config.longest
+    frame = make_context(tokenizer, "a")
+    tail = frame.suffix.shape[-1] + config.question_tokens + max(config.answer_tokens, config.flan_answer_tokens)
+    longest = min(config.longest, positions - frame.prefix - tail - MARGIN)
+    if longest < 1:
+        raise RestoreKVError(f"The model's {positions} positions are too few for such answers; ask for shorter ones.")
+    return longest
 
 
 @dataclass
@@ -34,18 +115,31 @@ class Gathered:
     attempts: int = 0
     faults: Counter = field(default_factory=Counter)
 
-    def reached(self, source: Source) -> int:
-        """Of what is wanted of the source; a book counts if one of its chunks was asked about."""
+    def count(self, source: Source) -> int:
+        """Returns how many of the wanted units there are; a book counts once one of its chunks was asked about."""
         return len(self.examples) if source.asked_once else len(self.units)
 
     def reasons(self) -> str:
-        """What was dropped, in words."""
         return ", ".join(f"{count} {reason}" for reason, count in (self.dropped + self.faults).items()) or "nothing"
+
+    def account(self, source: Source) -> dict:
+        """Returns the counts before and after every filter, for the manifest."""
+        return {
+            "title": source.title,
+            "rows": self.read,
+            "dropped": dict(self.dropped),
+            "refused": self.refused,
+            "contexts": self.contexts,
+            "attempts": self.attempts,
+            "dropped_attempts": dict(self.faults),
+            "examples": len(self.examples),
+            "licenses": dict(Counter(example["license"] for example in self.examples)),
+        }
 
 
 @dataclass(frozen=True)
 class Builder:
-    """Everything that the sources share."""
+    """What all sources share."""
 
     model: PreTrainedModel
     tokenizer: Tokenizer
@@ -54,47 +148,47 @@ class Builder:
     longest: int
     progress: Progress
 
-    def gather(self, source: Source, found: Iterator[Document | Dropped], parts: Parts) -> Gathered:
-        """Asks about the contexts of a source until there is enough of it."""
-        got, wanted = Gathered(), source.wanted(self.config)
+    def gather(self, source: Source, items: Iterator[Document | Dropped], stored: Attempts) -> Gathered:
+        """Asks about the contexts of a source until there are enough."""
+        gathered, wanted = Gathered(), source.wanted(self.config)
+        teacher = SelfStudy(self.model, self.tokenizer, self.config)
         steps = wanted * (self.config.chunks if source.unit == "books" else 1)
-        lengths = Lengths(self.tokenizer, source.shortest(self.config), self.longest)
-        for item in found:
-            got.read += 1
-            if context := self.usable(item, lengths, got):
-                attempts = parts.get(got.contexts, item)
+        lengths = LengthFilter(self.tokenizer, source.shortest(self.config), self.longest)
+        for item in items:
+            gathered.read += 1
+            if context := self.accept(item, lengths, gathered):
+                attempts = stored.get(gathered.contexts, item)
                 if attempts is None:
-                    ask = reply if source.asked_once else study
-                    attempts = ask(self.model, self.tokenizer, context, self.config, item)
-                    parts.add(item, attempts)
-                self.take(source, item, context, attempts, got)
-                done = len(got.examples) if source.asked_once else got.contexts
+                    attempts = (teacher.reply if source.asked_once else teacher.study)(context, item)
+                    stored.add(item, attempts)
+                self.take(source, item, context, attempts, gathered)
+                done = len(gathered.examples) if source.asked_once else gathered.contexts
                 self.progress(min(done, steps), steps, source.title)
             more_of_a_book = isinstance(item, Document) and item.more
-            if got.reached(source) >= wanted and not more_of_a_book:
+            if gathered.count(source) >= wanted and not more_of_a_book:
                 break
-        return got
+        return gathered
 
-    def usable(self, item: Document | Dropped, lengths: Lengths, got: Gathered) -> Context | None:
-        """The context of a document that passes; what does not is counted, and named if it is an evaluation text."""
+    def accept(self, item: Document | Dropped, lengths: LengthFilter, gathered: Gathered) -> Context | None:
+        """Returns the context of a document that passes; counts any other, and names it if it is an evaluation text."""
         checked = item.reason if isinstance(item, Dropped) else lengths.check(item.text)
         if isinstance(checked, str):
-            got.dropped[checked] += 1
+            gathered.dropped[checked] += 1
             return None
         match = self.evaluations.match(item.text)
         if match:
-            got.dropped["in an evaluation set"] += 1
-            got.refused.append({"document": item.name, "found in": match[0], "share": match[1]})
+            gathered.dropped["in an evaluation set"] += 1
+            gathered.refused.append({"document": item.name, "found in": match[0], "share": match[1]})
             return None
         return checked
 
-    def take(self, source: Source, item: Document, context: Context, attempts: list[dict], got: Gathered) -> None:
-        """Attempts without a fault become examples."""
-        got.contexts += 1
-        got.units.add(item.book or got.contexts)
-        got.attempts += len(attempts)
-        got.faults.update(attempt["fault"] for attempt in attempts if "fault" in attempt)
-        shared = {"source": source.name, "document": item.name, "context": item.text, "licence": item.licence}
+    def take(self, source: Source, item: Document, context: Context, attempts: list[dict], gathered: Gathered) -> None:
+        """Adds attempts without a fault to the examples."""
+        gathered.contexts += 1
+        gathered.units.add(item.book or gathered.contexts)
+        gathered.attempts += len(attempts)
+        gathered.faults.update(attempt["fault"] for attempt in attempts if "fault" in attempt)
+        shared = {"source": source.name, "document": item.name, "context": item.text, "license": item.license}
         for attempt in attempts:
             if "fault" not in attempt:
                 counts = {
@@ -102,19 +196,4 @@ class Builder:
                     "question_tokens": encode(self.tokenizer, attempt["question"]).shape[-1],
                     "answer_tokens": len(attempt["answer_ids"]),
                 }
-                got.examples.append({**shared, **attempt, **counts})
-
-
-def account(source: Source, got: Gathered) -> dict:
-    """The counts of one source, before and after every filter."""
-    return {
-        "title": source.title,
-        "rows": got.read,
-        "dropped": dict(got.dropped),
-        "refused": got.refused,
-        "contexts": got.contexts,
-        "attempts": got.attempts,
-        "dropped_attempts": dict(got.faults),
-        "examples": len(got.examples),
-        "licences": dict(Counter(example["licence"] for example in got.examples)),
-    }
+                gathered.examples.append({**shared, **attempt, **counts})

@@ -1,10 +1,15 @@
-"""The record of a mixture: what a reader must know of its model, its sources, their licences and what was left out."""
+"""The folder of a mixture: its manifest, the record of an unfinished build, and whether a new build is the same one.
+
+While it is built the folder holds build.json (what is being built) and parts/ (answers so far); the manifest comes
+last and replaces them, so a folder with a manifest is complete.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import platform
+import shutil
 from importlib.metadata import version
 from pathlib import Path
 
@@ -13,18 +18,27 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv._version import __version__
 from restorekv.errors import RestoreKVError
+from restorekv.files import write_json
 from restorekv.model.load import model_fingerprint, model_name, rope_fingerprint
 from restorekv.model.prompt import template_hash
 
 FORMAT, VERSION, NAME = "restorekv-data", 1, "manifest.json"
-RECORD = "build.json"  # stands where a mixture is unfinished
+RECORD, PARTS = "build.json", "parts"
 LIBRARIES = ("torch", "transformers", "datasets", "pyarrow")
 PROBE = "Kv 0123456789: naïve, “tabs”\t\n\n日本 😀 What? Yes! (a; b) 'c' - d/e."
 SAME = {"fingerprint": "model", "template": "chat template", "tokenizer": "tokenizer"}
+RENAMED = {"licence": "license", "licences": "licenses"}  # keys as older files spell them
+
+
+def renamed_keys(value: object) -> object:
+    """Returns a JSON value with today's keys instead of those that older files use."""
+    if isinstance(value, dict):
+        return {RENAMED.get(key, key): renamed_keys(part) for key, part in value.items()}
+    return [renamed_keys(part) for part in value] if isinstance(value, list) else value
 
 
 def model_facts(model: PreTrainedModel, tokenizer: Tokenizer) -> dict:
-    """The teacher: whose answers these are, and whose ids."""
+    """Returns what identifies the teacher, its answers and their ids."""
     return {
         "name": model_name(model),
         "fingerprint": model_fingerprint(model),
@@ -36,46 +50,143 @@ def model_facts(model: PreTrainedModel, tokenizer: Tokenizer) -> dict:
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """16 hex digits of the vocabulary and of how a text full of traps is cut."""
+    """Returns 16 hex digits of the vocabulary and of how a text full of traps is split."""
     facts = [sorted(tokenizer.get_vocab().items()), tokenizer.encode(PROBE, add_special_tokens=False)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 def versions() -> dict[str, str]:
-    return {
-        "restorekv": __version__,
-        "python": platform.python_version(),
-        **{name: version(name) for name in LIBRARIES},
-    }
+    own = {"restorekv": __version__, "python": platform.python_version()}
+    return own | {name: version(name) for name in LIBRARIES}
 
 
 def read_manifest(folder: Path) -> dict:
-    """Refuses what is missing, damaged or of another version."""
+    """Returns the manifest of a complete folder; refuses one that is missing, damaged or of another version."""
     path = folder / NAME
     if not path.is_file():
         unfinished = (folder / RECORD).is_file()
-        mend = "finish it with restorekv data build --resume" if unfinished else "give a folder of restorekv data build"
-        raise RestoreKVError(f"There is no {path}; {mend}.")
+        fix = "finish it with restorekv data build --resume" if unfinished else "give a folder of restorekv data build"
+        raise RestoreKVError(f"There is no {path}; {fix}.")
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        known = manifest["format"] == FORMAT
+        manifest = renamed_keys(json.loads(path.read_text(encoding="utf-8")))
+        known = manifest["format"] == FORMAT and {"model", "sources", "longest", "licenses"} <= set(manifest)
         number = manifest["version"]
-        described = {"model", "sources", "longest", "licences"} <= set(manifest)
     except (ValueError, KeyError, TypeError) as error:
-        raise RestoreKVError(f"{path} is damaged or no manifest of restorekv; build the data again.") from error
-    if not known or not described:
-        raise RestoreKVError(f"{path} is no manifest of restorekv's data; give a folder of restorekv data build.")
+        raise RestoreKVError(f"{path} is damaged or not a manifest of restorekv; build the data again.") from error
+    if not known:
+        raise RestoreKVError(f"{path} is not a manifest of restorekv's data; give a folder of restorekv data build.")
     if number != VERSION:
-        raise RestoreKVError(f"{path} is of version {number}, not {VERSION}; use another restorekv or build again.")
+        raise RestoreKVError(f"{path} has version {number}, not {VERSION}; use another restorekv or build again.")
     return manifest
 
 
 def check_model(manifest: dict, model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
-    """Refuses answers of another model: they would not be the teacher's, nor their ids mean the same words."""
-    now, made = model_facts(model, tokenizer), manifest["model"]
+    """Refuses answers of another model: they are not this teacher's, and their ids may mean other words."""
+    now, before = model_facts(model, tokenizer), manifest["model"]
     for key, what in SAME.items():
-        if now[key] != made.get(key):
+        if now[key] != before.get(key):
             raise RestoreKVError(
-                f"The data in {folder} was made by the model {made.get('name')} with another {what} "
-                f"({made.get(key)}, not {now[key]}); build it for this model."
+                f"The data in {folder} was made by the model {before.get('name')} with another {what} "
+                f"({before.get(key)}, not {now[key]}); build it for this model."
             )
+
+
+def check_folder(out: Path, resume: bool) -> None:
+    """Refuses a folder that holds something else, before a model is loaded."""
+    if out.exists() and not out.is_dir():
+        raise RestoreKVError(f"{out} is a file; give the name of a folder.")
+    names = sorted(path.name for path in out.iterdir()) if out.exists() else []
+    if earlier_build(out) is None:
+        foreign = [name for name in names if not name.startswith(f".{RECORD}.") and not is_empty_parts(out / name)]
+        if foreign:
+            raise RestoreKVError(f"{out} is not empty and holds no such data ({foreign[0]}); choose another folder.")
+    if names and not resume:
+        raise RestoreKVError(f"{out} already holds a data set; continue with --resume or choose another folder.")
+
+
+def is_empty_parts(path: Path) -> bool:
+    return path.name == PARTS and path.is_dir() and not any(path.iterdir())
+
+
+def earlier_build(out: Path) -> dict | None:
+    """Returns what was built or is being built in the folder, or None; refuses other programs' files."""
+    if (out / NAME).exists():
+        manifest = read_manifest(out)
+        known = {
+            name: {key: value for key, value in source.get("from", {}).items() if key != "given"}
+            for name, source in manifest["sources"].items()
+        }
+        excluded = manifest.get("exclusion", {}).get("files", [])
+        settings = manifest.get("settings", {})
+        return {"config": settings, "sources": known, "exclude": excluded, "model": manifest["model"]}
+    try:
+        record = renamed_keys(json.loads((out / RECORD).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        record = None
+    if not isinstance(record, dict) or not {"config", "sources", "exclude", "model"} <= set(record):
+        raise RestoreKVError(f"{out / RECORD} is damaged or not written by restorekv; build into another folder.")
+    return record
+
+
+def begin(out: Path, before: dict | None, record: dict) -> None:
+    """Writes down what is being built, after checking that it is what was begun here.
+
+    The sources' files may have been corrected since: answers are only reused for the texts they were made for.
+    """
+    check_same(out, before, {key: value for key, value in record.items() if key != "sources"})
+    (out / PARTS).mkdir(parents=True, exist_ok=True)
+    write_json(out / RECORD, record)
+
+
+def discard(out: Path) -> None:
+    """Leaves nothing behind after a failure if nothing has been asked yet."""
+    if not any((out / PARTS).iterdir()):
+        clear(out)
+    if not any(out.iterdir()):
+        out.rmdir()
+
+
+def clear(out: Path) -> None:
+    """Deletes what only an unfinished build needs."""
+    shutil.rmtree(out / PARTS, ignore_errors=True)
+    (out / RECORD).unlink(missing_ok=True)
+
+
+def check_same(out: Path, before: dict | None, now: dict) -> None:
+    """Refuses whatever differs in `now` from what the folder was built with, naming both values."""
+    changes = [] if before is None else differences(before, now)
+    if changes:
+        raise RestoreKVError(f"{out} was made with {', '.join(changes)}; give the same or another folder.")
+
+
+def differences(before: dict, now: dict) -> list[str]:
+    """Returns one text per change, as "--seed 0 (now 7)"."""
+    changes = []
+    for key, label in (("config", "--{}"), ("model", "the model's {}")):
+        was = before[key]
+        changes += [
+            f"{label.format(name.replace('_', '-'))} {was.get(name)} (now {value})"
+            for name, value in now.get(key, {}).items() if name != "name" and was.get(name) != value
+        ]  # fmt: skip
+    files = [("--exclude", before["exclude"], now["exclude"])] if "exclude" in now else []
+    for name, source in now.get("sources", {}).items():
+        files.append((f"--{name}", files_of(before["sources"].get(name, {})), files_of(source)))
+    for flag, was, is_now in files:
+        if was != is_now:
+            gone, new = ([x for x in one if x not in other] for one, other in ((was, is_now), (is_now, was)))
+            moved = not gone and not new  # the same files in another order
+            changes.append(f"{flag} {listed(was if moved else gone)} (now {listed(is_now if moved else new)})")
+    return changes
+
+
+def files_of(source: dict) -> list[dict]:
+    """Returns a source's files; a dataset of the hub counts as one file with its commit as hash."""
+    hub = [{"name": source["hub"], "sha256": source["revision"]}] if "hub" in source else []
+    return source.get("files", hub)
+
+
+def listed(files: list[dict]) -> str:
+    names = [f"{file['name']} {file['sha256'][:8]}" for file in files]
+    return " and ".join([*names[:3], *([f"{len(names) - 3} more"] if len(names) > 3 else [])]) or "nothing"

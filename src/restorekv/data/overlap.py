@@ -1,8 +1,8 @@
-"""Evaluation texts that training must not see: found again by their normalised words and by word 13-grams.
+"""Finds evaluation texts in training documents, by their normalized words and by word 13-grams.
 
-A document is refused if its words are those of an evaluation text, or if a share of at least `share` of its 13-grams is
-among those of the evaluation texts, or of an evaluation text's among its own. Fewer than LEAST common 13-grams (a
-stretch of 20 words) are taken for a coincidence.
+A document is refused if its words are those of an evaluation text, or if a fraction of at least `share` of its 13-grams
+is among those of the evaluation texts, or of one evaluation text's among its own. Fewer than LEAST common 13-grams (a
+stretch of 20 words) count as a coincidence.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from restorekv.data.files import local_files
-from restorekv.data.rows import values
+from restorekv.data.files import local_files, values
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 
 GRAM, LEAST = 13, 8
@@ -30,7 +29,7 @@ FIELDS = {
 
 
 def words(text: str) -> list[str]:
-    """Lower case, without punctuation, compatible characters made one."""
+    """Returns the words in lower case, without punctuation, compatible characters unified."""
     return re.findall(r"\w+", unicodedata.normalize("NFKC", text).lower())
 
 
@@ -40,13 +39,13 @@ def word_hash(word: str) -> int:
 
 
 def grams(text: str) -> np.ndarray:
-    """Distinct hashes of every 13 words in a row, sorted uint64."""
-    single = np.array([word_hash(word) for word in words(text)], dtype=np.uint64)
-    if len(single) < GRAM:
+    """Returns the distinct hashes of every 13 consecutive words, sorted uint64."""
+    hashes = np.array([word_hash(word) for word in words(text)], dtype=np.uint64)
+    if len(hashes) < GRAM:
         return np.empty(0, dtype=np.uint64)
-    total = np.zeros(len(single) - GRAM + 1, dtype=np.uint64)
+    total = np.zeros(len(hashes) - GRAM + 1, dtype=np.uint64)
     for place in range(GRAM):
-        total = total * BASE + single[place : place + len(total)]  # modulo 2**64
+        total = total * BASE + hashes[place : place + len(total)]  # modulo 2**64
     return np.unique(total)
 
 
@@ -68,7 +67,7 @@ class Evaluations:
         self.grams, self.owners = every[order], owners[order]
 
     def match(self, text: str) -> tuple[str, float] | None:
-        """The evaluation text that a document is taken from, and the share in common; None if there is none."""
+        """Returns the evaluation text that a document is taken from and the share in common, or None."""
         exact = self.exact.get(" ".join(words(text)))
         if exact is not None:
             return exact, 1.0
@@ -76,20 +75,20 @@ class Evaluations:
         if not len(own) or not len(self.grams):
             return None
         first, last = (np.searchsorted(self.grams, own, side) for side in ("left", "right"))
-        found = first < last
-        if found.sum() < LEAST:
+        common = first < last
+        if common.sum() < LEAST:
             return None
-        hits = np.concatenate([self.owners[a:b] for a, b in zip(first[found], last[found], strict=True)])
+        hits = np.concatenate([self.owners[a:b] for a, b in zip(first[common], last[common], strict=True)])
         each = np.bincount(hits, minlength=len(self.sizes))
         shares = np.where(each >= LEAST, each / np.maximum(self.sizes, 1), 0)
-        share, best = max((found.sum() / len(own), each.argmax()), (shares.max(), shares.argmax()))
+        share, best = max((common.sum() / len(own), each.argmax()), (shares.max(), shares.argmax()))
         return (self.names[best], round(float(share), 4)) if share >= self.share else None
 
 
 def evaluation_texts(paths: list[str]) -> Iterator[tuple[str, str]]:
-    """Texts of evaluation files or folders, named FILE, row N; the fields are known by their names, at any depth.
+    """Yields ("FILE, row N", text) of evaluation files or folders; FIELDS names the fields that hold texts.
 
-    A file without any is refused, in a folder that has others it is passed over with a warning.
+    A file without any text is refused, or skipped with a warning if its folder has others.
     """
     for given in paths:
         if not Path(given).exists():
@@ -104,13 +103,13 @@ def evaluation_texts(paths: list[str]) -> Iterator[tuple[str, str]]:
             empty += [] if count else [file]
         if len(empty) == len(files):
             known = ", ".join(sorted(FIELDS))
-            raise RestoreKVError(f"{given} has no evaluation text; its fields must be named as one of {known}.")
+            raise RestoreKVError(f"{given} has no evaluation text; name its fields as one of {known}.")
         for file in empty:
-            warnings.warn(f"{file} has no evaluation text and is passed over.", RestoreKVWarning, stacklevel=2)
+            warnings.warn(f"{file} has no evaluation text and is skipped.", RestoreKVWarning, stacklevel=2)
 
 
 def texts_in(value: object, wanted: bool = False) -> Iterator[str]:
-    """Whatever stands in a field of a known name, its parts joined."""
+    """Yields the texts of fields named in FIELDS, at any depth, the parts of each joined."""
     if wanted:
         text = "\n".join(strings(value))
         if text.strip():
@@ -124,7 +123,7 @@ def texts_in(value: object, wanted: bool = False) -> Iterator[str]:
 
 
 def strings(value: object) -> Iterator[str]:
-    """Every text inside, in order."""
+    """Yields every text inside, in order."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):

@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.generate import BATCH
 from restorekv.evaluation.stats import weighted_interval
-from restorekv.train.answers import answer_pass
-from restorekv.train.distill import from_hidden
+from restorekv.train.loss import answer_pass, from_hidden
 
 FIGURES = ("kl", "kl_low", "kl_high", "same", "answer_tokens")
 

@@ -5,8 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from restorekv.data.files import local_files, optional
-from restorekv.data.rows import values
+from restorekv.data.files import local_files, optional, values
 from restorekv.errors import RestoreKVError
 from restorekv.tasks.base import Question, Sample
 

@@ -19,8 +19,7 @@ from typing import Any
 
 from huggingface_hub import hf_hub_download
 
-from restorekv.data.files import optional
-from restorekv.data.shard import parquet_rows
+from restorekv.data.files import optional, parquet_rows
 from restorekv.errors import RestoreKVError
 from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, tasks_named
 from restorekv.tasks.metrics import contains, rouge_l, token_f1, with_digits

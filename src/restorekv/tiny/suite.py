@@ -1,7 +1,7 @@
 """The bundled suite: held-out documents of the bundled world, of 512 to 2,048 tokens.
 
-Splits never meet: a document's seed is the text `<split> <seed> <index>`, and training draws from other splits only
-("pretrain ..." in recipes/tiny/examples.py, "restore" here).
+Splits share no document: its seed is the text `<split> <seed> <index>`, and training uses other splits only
+("pretrain ..." in recipes/tiny/examples.py, "restore" in restorekv.train).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST_PER_FAMILY = 2  # questions of one family asked of one document
 def documents(
     tokenizer: Tokenizer, count: int = 52, split: str = "test", seed: int = 0, low: int = SHORTEST, high: int = LONGEST
 ) -> list[Document]:
-    """`count` documents of `low` to `high` ids by `tokenizer`, kinds in the proportion `SHARES`.
+    """Returns `count` documents of `low` to `high` ids by `tokenizer`, of kinds in the proportion `SHARES`.
 
     Lengths count the chat prefix of the bundled template, so that the longest still fits.
     """
@@ -34,17 +34,17 @@ def documents(
 
 
 def measure(tokenizer: Tokenizer) -> Callable[[str], int]:
-    """Counts the ids of a sentence in running text; remembers, since filler repeats itself."""
+    """Returns a cached counter of a sentence's ids in running text; filler repeats itself."""
     return lru_cache(maxsize=20000)(lambda sentence: len(tokenizer.encode(" " + sentence, add_special_tokens=False)))
 
 
 def draw(name: str, kind: str, low: int, high: int, length: Callable[[str], int]) -> Document:
-    """The document called `name`, with at most MOST_PER_FAMILY questions of a family (one that is free-form)."""
+    """Returns the document whose seed is `name`, with at most MOST_PER_FAMILY questions per family (one free-form)."""
     rng = random.Random(name)
-    made = document(rng, kind, rng.randint(low, high) - 3, length)
-    asked, seen = [], {}
-    for question in rng.sample(made.questions, len(made.questions)):
-        seen[question.family] = seen.get(question.family, 0) + 1
-        if seen[question.family] <= (1 if question.family == "freeform" else MOST_PER_FAMILY):
+    whole = document(rng, kind, rng.randint(low, high) - 3, length)
+    asked, counts = [], {}
+    for question in rng.sample(whole.questions, len(whole.questions)):
+        counts[question.family] = counts.get(question.family, 0) + 1
+        if counts[question.family] <= (1 if question.family == "freeform" else MOST_PER_FAMILY):
             asked.append(question)
-    return Document(made.text, made.kind, tuple(asked))
+    return Document(whole.text, whole.kind, tuple(asked))

@@ -1,4 +1,4 @@
-"""The vocabulary of the bundled world: every word its documents are written with. Plain data."""
+"""The vocabulary of the bundled world: all words of its documents."""
 
 ITEMS = (
     "lantern harbor anchor bridge castle candle garden hammer island jacket kettle ladder mirror needle orchard "

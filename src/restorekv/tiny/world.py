@@ -1,9 +1,9 @@
-"""The bundled world: English-like documents, what can be asked about them, and how an answer is scored.
+"""The bundled world: English-like documents, questions about them, and how an answer is scored.
 
-A document is predictable filler (stories that never change) with a few facts strewn in, in the families of RULER
+A document is predictable filler (stories that never change) with a few facts in between, in the families of RULER
 (arXiv 2404.06654): needles (one key, several keys, several values, several queries), variable tracking, common and
 frequent words, questions over several passages; and free-form, 4-option and 5-option questions. Everything is drawn
-from one `random.Random`, so a seed names a document.
+from one `random.Random`, so a seed determines a document.
 """
 
 from __future__ import annotations
@@ -15,19 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from restorekv.tiny.words import (
-    CODED,
-    DEEDS,
-    ITEMS,
-    JOBS,
-    LINKS,
-    NAMES,
-    PEOPLE,
-    PETS,
-    PLACES,
-    TIMES,
-    TOWNS,
-)  # fmt: skip
+from restorekv.tiny.words import CODED, DEEDS, ITEMS, JOBS, LINKS, NAMES, PEOPLE, PETS, PLACES, TIMES, TOWNS
 
 FAMILIES = (
     "single", "multikey", "multivalue", "multiquery", "vt", "cwe", "fwe", "qa", "freeform", "choice4", "choice5",
@@ -47,7 +35,7 @@ WORDS = [*ITEMS, *NAMES, *TOWNS, *JOBS, *PETS, *LINKS, *CODED, *map(str, NUMBERS
 
 @dataclass(frozen=True)
 class Question:
-    """A question, the reference `answers`, its `family`, and the reply a perfect model writes (`target`)."""
+    """A question with its reference `answers`; `target` is the reply a perfect model writes."""
 
     text: str
     answers: tuple[str, ...]
@@ -57,7 +45,7 @@ class Question:
     max_new_tokens: int = 32
 
     def score(self, prediction: str) -> float:
-        """Score `prediction` in [0, 1]."""
+        """Returns the score of a prediction, in [0, 1]."""
         if self.metric == "letter":
             letters = re.findall(r"\b([A-E])\b", prediction)
             return float(letters[-1:] == [self.answers[0]])
@@ -84,14 +72,14 @@ class Facts:
 
 
 def token_f1(prediction: str, reference: str) -> float:
-    """Token-level F1 of two texts, lower-cased, punctuation dropped (the SQuAD measure)."""
+    """Returns the token F1 of two texts, lower-cased, without punctuation (the SQuAD measure)."""
     ours, theirs = (Counter(re.findall(r"\w+", text.lower())) for text in (prediction, reference))
     common = sum((ours & theirs).values())
     return 2 * common / (ours.total() + theirs.total()) if common else 0.0
 
 
 def _stories() -> list[list[str]]:
-    """The stories: the same in every process, since their seed never changes."""
+    """Returns the stories, the same in every process because their seed never changes."""
     rng = random.Random(20261121)
     lines = [f"{who} {deed} {place} {when}." for who in PEOPLE for deed in DEEDS for place in PLACES for when in TIMES]
     return [rng.sample(lines, SENTENCES_PER_STORY) for _ in range(STORIES)]
@@ -109,7 +97,7 @@ def _code(rng: random.Random) -> str:
 
 
 def needles(rng: random.Random, size: int) -> Facts:
-    """`size` keys with a code each, one of them with two or three codes."""
+    """Draws `size` keys with one code each, but two or three codes for one of them."""
     keys = rng.sample(ITEMS, size)
     codes = {key: [_code(rng)] for key in keys}
     many = keys[0]
@@ -118,19 +106,19 @@ def needles(rng: random.Random, size: int) -> Facts:
     rng.shuffle(pairs)
     codes[many].sort(key=lambda code: pairs.index(f"{many} {code}"))
     asked = [_code_question(key, codes[key][0], "multikey") for key in keys[1:]]
-    told = ", ".join(f"{many} {code}" for code in codes[many]) + "."
-    asked.append(_plain(f"What are all the codes of the {many}?", codes[many], "multivalue", told))
+    target = ", ".join(f"{many} {code}" for code in codes[many]) + "."
+    asked.append(_plain(f"What are all the codes of the {many}?", codes[many], "multivalue", target))
     if size > 2:
         some = rng.sample(keys[1:], min(size - 1, rng.choice((2, 3))))
-        told = ", ".join(f"{key} {codes[key][0]}" for key in some) + "."
+        target = ", ".join(f"{key} {codes[key][0]}" for key in some) + "."
         text = f"What are the codes of {_join([f'the {key}' for key in some])}?"
-        asked.append(_plain(text, [codes[key][0] for key in some], "multiquery", told))
+        asked.append(_plain(text, [codes[key][0] for key in some], "multiquery", target))
     asked.append(Question("List every code in the text.", (), ", ".join(pairs) + ".", "freeform", "f1", 64))
     return Facts(tuple(f"Register of codes: {pair}." for pair in pairs), tuple(asked))
 
 
 def needle(rng: random.Random) -> Facts:
-    """One key with one code."""
+    """Draws one key with one code."""
     key, code = rng.choice(ITEMS), _code(rng)
     return Facts((f"Register of codes: {key} {code}.",), (_code_question(key, code, "single"),))
 
@@ -151,7 +139,7 @@ RELATIONS: dict[str, tuple[str, list[str]]] = {
 
 
 def people(rng: random.Random, size: int) -> Facts:
-    """`size` persons with three facts apiece, told in several passages."""
+    """Draws `size` people with three facts each, in separate sentences."""
     names = rng.sample(NAMES, size)
     values = {relation: rng.sample(pool, max(size, 5)) for relation, (_, pool) in RELATIONS.items()}
     sentences, asked = [], []
@@ -162,8 +150,8 @@ def people(rng: random.Random, size: int) -> Facts:
             about.append((relation, f"{name} {value}"))
             asked.append(_plain(text, [value], "qa", f"{name} {value}."))
             asked += [_choice(rng, text, name, value, values[relation], options) for options in (4, 5)]
-        told = ", ".join(fact for _, fact in about) + "."
-        asked.append(Question(f"Tell me about {name}.", (), told, "freeform", "f1", 64))
+        target = ", ".join(fact for _, fact in about) + "."
+        asked.append(Question(f"Tell me about {name}.", (), target, "freeform", "f1", 64))
         rng.shuffle(about)
         sentences += [f"Register of {relation}: {fact}." for relation, fact in about]
     return Facts(tuple(sentences), tuple(asked))
@@ -178,15 +166,15 @@ def _choice(rng: random.Random, text: str, name: str, value: str, pool: list[str
 
 
 def links(rng: random.Random, size: int) -> Facts:
-    """`size` chains: a number is linked to a name, that to another name, and so on (variable tracking)."""
+    """Draws `size` chains: a number is linked to a name, that name to another, and so on (variable tracking)."""
     names = rng.sample(LINKS, 4 * size)
     numbers = rng.sample(NUMBERS, size)
     chains, asked = [], []
     for index, number in enumerate(numbers):
         chain = names[4 * index : 4 * index + rng.choice((3, 4))]
         chains.append([f"Register of links: {one} {other}." for one, other in pairwise([number, *chain])])
-        told = " ".join(map(str, [number, *chain])) + "."
-        asked.append(_plain(f"Which names is {number} linked to?", chain, "vt", told))
+        target = " ".join(map(str, [number, *chain])) + "."
+        asked.append(_plain(f"Which names is {number} linked to?", chain, "vt", target))
     sentences = []
     while any(chains):
         sentences.append(rng.choice([chain for chain in chains if chain]).pop(0))
@@ -194,7 +182,7 @@ def links(rng: random.Random, size: int) -> Facts:
 
 
 def counted_words(rng: random.Random, family: str, length: int) -> tuple[str, Question]:
-    """A list of `length` words, three of which are frequent, and the question for those three."""
+    """Returns a list of `length` words, three of which are frequent, and the question about those three."""
     pool, name, shares = {
         "cwe": (ITEMS, "most common words in the word", (0.14, 0.11, 0.08)),
         "fwe": (CODED, "most frequent words in the coded", (0.30, 0.20, 0.13)),
@@ -213,7 +201,7 @@ Measure = Callable[[str], int]
 
 
 def filler(rng: random.Random, tokens: int, measure: Measure, noise: float = 0.0) -> list[str]:
-    """Sentences of whole stories up to `tokens` by `measure`; a share `noise` of them of random words instead."""
+    """Returns sentences of stories up to `tokens` by `measure`; random words replace a share `noise` of them."""
     lines: list[str] = []
     used = 0
     while True:
@@ -227,7 +215,7 @@ def filler(rng: random.Random, tokens: int, measure: Measure, noise: float = 0.0
 
 
 def strew(rng: random.Random, facts: list[list[str]], lines: list[str]) -> str:
-    """Insert the `facts` at random places between `lines`, each of its lists in order."""
+    """Inserts the facts at random places between the lines, each list of facts in its order."""
     placed = [[] for _ in range(len(lines) + 1)]
     for ordered in facts:
         for fact, place in zip(ordered, sorted(rng.randrange(len(placed)) for _ in ordered), strict=True):
@@ -239,7 +227,7 @@ def strew(rng: random.Random, facts: list[list[str]], lines: list[str]) -> str:
 
 
 def document(rng: random.Random, kind: str, tokens: int, measure: Measure, noise: float = 0.0) -> Document:
-    """A document of at most `tokens` by `measure` (which is told one sentence at a time) and its questions."""
+    """Returns a document of at most `tokens` by `measure`, which counts one sentence at a time, and its questions."""
     if kind == "words":
         return _lists(rng, tokens, measure, noise)
     large = tokens >= 200
@@ -259,9 +247,9 @@ def document(rng: random.Random, kind: str, tokens: int, measure: Measure, noise
 
 
 def _lists(rng: random.Random, tokens: int, measure: Measure, noise: float) -> Document:
-    """A document of two word lists with filler around them."""
+    """Returns a document of two word lists with filler around them."""
     length = max(int(tokens * rng.choice((0.2, 0.3, 0.4))) - 8, 12)
-    made = [counted_words(rng, family, length) for family in rng.sample(("cwe", "fwe"), 2)]
-    lines = filler(rng, tokens - sum(measure(listing) for listing, _ in made) - 4, measure, noise)
-    text = strew(rng, [[listing] for listing, _ in made], lines)
-    return Document(text + "\n", "words", tuple(question for _, question in made))
+    lists = [counted_words(rng, family, length) for family in rng.sample(("cwe", "fwe"), 2)]
+    lines = filler(rng, tokens - sum(measure(words) for words, _ in lists) - 4, measure, noise)
+    text = strew(rng, [[words] for words, _ in lists], lines)
+    return Document(text + "\n", "words", tuple(question for _, question in lists))

@@ -16,8 +16,8 @@ from restorekv.errors import RestoreKVError
 from restorekv.files import replacing
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.config import TrainConfig
-from restorekv.train.example import Example, digest
-from restorekv.train.lessons import facts
+from restorekv.train.examples import Example, examples_hash
+from restorekv.train.teacher_cache import facts
 
 FILE, LOG = "checkpoint.safetensors", "loss.csv"
 HEADER = "step,loss,lr,seconds\n"
@@ -25,7 +25,7 @@ HEADER = "step,loss,lr,seconds\n"
 
 @dataclass(frozen=True)
 class Run:
-    """What moves in a run, its settings and what it depends on beside them."""
+    """The settings of a run, what it updates, and what it depends on besides its settings."""
 
     config: TrainConfig
     adapter: RestoreAdapter
@@ -34,7 +34,7 @@ class Run:
 
 
 def begin(folder: Path) -> None:
-    """A fresh run in a folder of its own; nothing that is there is overwritten."""
+    """Starts the log of a new run; refuses a folder that holds another run or other files."""
     if (folder / FILE).exists():
         raise RestoreKVError(f"{folder} already holds a run; continue it with --resume or choose another folder.")
     if any(folder.iterdir()) and not (folder / LOG).exists():
@@ -45,42 +45,43 @@ def begin(folder: Path) -> None:
 def origin(
     model: PreTrainedModel, tokenizer: Tokenizer, examples: list[Example], config: TrainConfig, processes: int
 ) -> dict[str, object]:
-    """What a run depends on beside its settings; an evictor with a gate is told by the gate's weights."""
-    own = {"data": digest(examples), "scores": config.eviction().identity(model), "processes": processes}
+    """Returns what a run depends on besides its settings; a gate is identified by its weights."""
+    own = {"data": examples_hash(examples), "scores": config.eviction().identity(model), "processes": processes}
     return {**facts(model, tokenizer), **own}
 
 
 def save(folder: Path, run: Run, step: int) -> None:
-    """Adapter, optimizer and the number of steps done."""
+    """Writes the adapter, the optimizer and the number of steps done."""
     tensors = {f"adapter.{name}": value.cpu() for name, value in run.adapter.trainable_state().items()}
     for index, state in run.optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{index}.{name}": value.cpu() for name, value in state.items()}
     with replacing(folder / FILE) as path:
-        facts = {"config": run.config.text(), "origin": json.dumps(run.origin), "step": str(step)}
-        save_file(tensors, path, metadata=facts)
+        metadata = {"config": run.config.text(), "origin": json.dumps(run.origin), "step": str(step)}
+        save_file(tensors, path, metadata=metadata)
 
 
 def restart(folder: Path, run: Run) -> int:
-    """Loads the checkpoint and returns the step to go on with; 0 where there is none. Touches no file."""
+    """Loads the checkpoint and returns the step to continue with; 0 where there is none. Changes no file."""
     path = folder / FILE
     if not path.exists():
         return 0
     try:
         with safe_open(path, "pt") as file:
-            facts, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        saved, step, source = TrainConfig.parse(facts["config"]), int(facts["step"]), json.loads(facts["origin"])
+            metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        saved, step = TrainConfig.parse(metadata["config"]), int(metadata["step"])
+        source = json.loads(metadata["origin"])
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise RestoreKVError(f"The checkpoint {path} is damaged; start again in another folder.") from error
     saved = replace(saved, keep=run.config.keep, checkpoint_every=run.config.checkpoint_every)
     before, now = asdict(saved) | source, asdict(run.config) | run.origin
-    other = [f"{name} is {now[name]}, was {before.get(name)}" for name in now if now[name] != before.get(name)]
-    if other:
+    changes = [f"{name} is {now[name]}, was {before.get(name)}" for name in now if now[name] != before.get(name)]
+    if changes:
         raise RestoreKVError(
-            f"The run in {folder} is another one ({'; '.join(other)}); resume it as it was or choose another folder."
+            f"The run in {folder} is another one ({'; '.join(changes)}); resume it as it was or choose another folder."
         )
-    run.adapter.load_trainable_state(part(tensors, "adapter."))
+    run.adapter.load_trainable_state(with_prefix(tensors, "adapter."))
     moments: dict[int, dict[str, torch.Tensor]] = {}
-    for name, value in part(tensors, "optimizer.").items():
+    for name, value in with_prefix(tensors, "optimizer.").items():
         index, _, what = name.partition(".")
         moments.setdefault(int(index), {})[what] = value
     run.optimizer.load_state_dict({**run.optimizer.state_dict(), "state": moments})
@@ -88,12 +89,12 @@ def restart(folder: Path, run: Run) -> int:
 
 
 def trim(folder: Path, step: int) -> None:
-    """Drops log lines of steps that the checkpoint does not hold."""
+    """Drops the log lines of steps that the checkpoint does not hold."""
     lines = (folder / LOG).read_text().splitlines()
     with replacing(folder / LOG) as path:
         path.write_text("\n".join(lines[: step + 1]) + "\n")
 
 
-def part(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    """The tensors whose names begin with `prefix`, without it."""
+def with_prefix(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """Returns the tensors whose names begin with `prefix`, without it."""
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

@@ -1,4 +1,5 @@
-"""What a training run is made of: the paper's settings are the defaults ("Training Setup Details")."""
+"""The settings of a training run: the paper's are the defaults ("Training Setup Details")."""
+# ruff: noqa: RUF009 (`setting` returns a dataclass field)
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ from typing import Literal
 from restorekv.compression.budget import PrefixPolicy
 from restorekv.compression.compressor import Eviction
 from restorekv.compression.prepared import RestoreFrom, one_of
+from restorekv.data.config import require_at_least, setting
 from restorekv.errors import RestoreKVError
-from restorekv.train.answers import ATTENTION, HIDDEN
-from restorekv.train.distill import DIRECTIONS, REDUCTIONS, Direction, Reduction
+from restorekv.train.loss import ATTENTION, DIRECTIONS, HIDDEN, REDUCTIONS, Direction, Reduction
 
 RatioLaw = Literal["uniform", "log-uniform"]
-RATIO_LAWS: tuple[str, ...] = ("uniform", "log-uniform")
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 AT_LEAST_ONE = ("restore_tokens", "rank", "steps", "contexts", "questions", "max_new_tokens", "checkpoint_every")
 AT_LEAST_ZERO = ("alpha", "lr", "weight_decay", "warmup", "clip", "keep", "hidden_weight", "attention_weight")
 
@@ -24,48 +25,46 @@ AT_LEAST_ZERO = ("alpha", "lr", "weight_decay", "warmup", "clip", "keep", "hidde
 class TrainConfig:
     """One run; the same settings and data give the same adapter."""
 
-    evictor: str = "kvzip"
-    prefix_policy: PrefixPolicy = "free"
-    allocation: str = "global"
-    restore_from: RestoreFrom = "full"
-    restore_tokens: int = 8  # n
-    rank: int = 8
-    alpha: float = 16.0
-    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    init: str = ""  # folder or hub id of the adapter to begin with; none: a fresh one
-    embeddings: str = "learned"  # or "fixed": those of a line break
-    lr: float = 2e-4
-    weight_decay: float = 0.01
-    warmup: int = 50
-    clip: float = 1.0
-    steps: int = 5000
-    contexts: int = 1  # per process and step
-    questions: int = 4  # per context and step, at most
-    ratio_min: float = 0.025
-    ratio_max: float = 0.25
-    ratio_law: RatioLaw = "uniform"
-    nested: bool = False  # draw how many restore tokens are used, 1 to n, so that the first k work alone
-    kl: Direction = "symmetric"
-    reduction: Reduction = "mean"
-    hidden_weight: float = 0.0  # of matching the hidden states at the answer, every layer
-    attention_weight: float = 0.0  # of matching the attention outputs there
-    max_new_tokens: int = 512
-    seed: int = 0
-    keep: int = 0  # contexts whose prefill, scores and lessons stay in memory for the next time they are drawn
-    checkpoint_every: int = 50
+    evictor: str = setting("kvzip", "Evictor to restore, with its settings: kvzip, snapkv:window=64.")
+    prefix_policy: PrefixPolicy = setting("free", "free: the chat prefix is kept and not counted; counted.")
+    allocation: str = setting("global", "Which pairs compete: global, per-layer, per-head or adakv.")
+    restore_from: RestoreFrom = setting("full", "full, or evicted: a control whose restore pass reads what is kept.")
+    restore_tokens: int = setting(8, "Number n of restore tokens.")
+    rank: int = setting(8, "Rank of the LoRA.")
+    alpha: float = setting(16.0, "The LoRA's scale is alpha / rank.")
+    targets: tuple[str, ...] = setting(
+        LINEAR, "Linear layers that get a LoRA, separated by commas; none: a control without LoRA."
+    )
+    init: str = setting("", "Adapter to start from, a folder or hub id; a new one by default.")
+    embeddings: str = setting("learned", "learned, or fixed: a control with n line breaks.")
+    lr: float = setting(2e-4, "Peak learning rate.")
+    weight_decay: float = setting(0.01, "Weight decay of AdamW.")
+    warmup: int = setting(50, "Steps of linear warm-up before the cosine.")
+    clip: float = setting(1.0, "Maximum norm of the gradient; 0: no limit.")
+    steps: int = setting(5000, "Optimizer steps.")
+    contexts: int = setting(1, "Contexts per process and step; their gradients are averaged.")
+    questions: int = setting(4, "Maximum number of questions per context and step.")
+    ratio_min: float = setting(0.025, "Lowest compression ratio drawn.")
+    ratio_max: float = setting(0.25, "Highest compression ratio drawn.")
+    ratio_law: RatioLaw = setting("uniform", "uniform, or log-uniform, which draws low ratios more often.")
+    nested: bool = setting(False, "Draw the number of restore tokens used, so that the first few work alone.")
+    kl: Direction = setting("symmetric", "symmetric; forward: KL(teacher, student); reverse.")
+    reduction: Reduction = setting("mean", "mean over the answer tokens, or sum, in which long answers weigh more.")
+    hidden_weight: float = setting(0.0, "Weight of matching the teacher's hidden states at the answer.")
+    attention_weight: float = setting(0.0, "Weight of matching the teacher's attention outputs at the answer.")
+    max_new_tokens: int = setting(512, "Maximum tokens of a teacher's answer.")
+    seed: int = setting(0, "Seed of embeddings, LoRA, order and ratios.")
+    keep: int = setting(0, "Number of contexts whose prefill, scores and teacher targets stay in memory.")
+    checkpoint_every: int = setting(50, "Steps between checkpoints.")
 
     def __post_init__(self) -> None:
         self.eviction()
         one_of("embeddings", self.embeddings, ("learned", "fixed"))
-        one_of("ratio_law", self.ratio_law, RATIO_LAWS)
+        one_of("ratio_law", self.ratio_law, ("uniform", "log-uniform"))
         one_of("kl", self.kl, DIRECTIONS)
         one_of("reduction", self.reduction, REDUCTIONS)
-        for name in AT_LEAST_ONE:
-            if getattr(self, name) < 1:
-                raise RestoreKVError(f"{name} is a number of at least 1, not {getattr(self, name)}.")
-        for name in AT_LEAST_ZERO:
-            if not 0 <= getattr(self, name) < math.inf:
-                raise RestoreKVError(f"{name} is a number of at least 0, not {getattr(self, name)}.")
+        require_at_least(1, self, AT_LEAST_ONE)
+        require_at_least(0, self, AT_LEAST_ZERO)
         if not 1e-6 <= self.ratio_min <= self.ratio_max <= 1:
             raise RestoreKVError(
                 "Training ratios need 0.000001 <= ratio_min <= ratio_max <= 1, not "
@@ -74,27 +73,27 @@ class TrainConfig:
 
     @classmethod
     def parse(cls, text: str) -> TrainConfig:
-        """The counterpart of `text`; settings that an older file lacks take their defaults."""
-        found = json.loads(text)
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in found.items()})
+        """Reads what `text` wrote; settings that an older file lacks take their defaults."""
+        values = json.loads(text)
+        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
 
-    def watched(self) -> dict[str, float]:
-        """The states that are matched beside the logits, with their weights."""
+    def text(self) -> str:
+        """Returns the settings as JSON."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    def state_weights(self) -> dict[str, float]:
+        """Returns the weights of the states that are matched in addition to the logits."""
         weights = {HIDDEN: self.hidden_weight, ATTENTION: self.attention_weight}
         return {name: weight for name, weight in weights.items() if weight}
 
-    def text(self) -> str:
-        """As JSON."""
-        return json.dumps(asdict(self), sort_keys=True)
-
     def eviction(self) -> Eviction:
-        """What the adapter is trained to restore; contexts too short for n restore tokens get fewer."""
+        """Returns what the adapter is trained to restore; contexts too short for n restore tokens get fewer."""
         conventions = {"allocation": self.allocation, "restore_from": self.restore_from}
         return Eviction.make(self.evictor, prefix_policy=self.prefix_policy, on_small_budget="fewer", **conventions)
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Linear warm-up, then a cosine to zero."""
+    """Returns the rate of a step: linear warm-up, then a cosine to zero."""
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
     done = (step - config.warmup) / max(config.steps - config.warmup, 1)

@@ -1,9 +1,9 @@
-"""Who trains: one process, or several that share every step, each with the whole backbone or with a part of it.
+"""The processes of a run: one, or several that share every step, each with the whole backbone or a part of it.
 
-The processes are those that `accelerate launch` or `torchrun` starts; both describe them in the environment (RANK,
-LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). The adapter is small and whole in every process. A backbone too
-large for one GPU is spread with FSDP2 (torch.distributed.fsdp.fully_shard): a process holds its share of every decoder
-layer and gathers a layer while it runs.
+`accelerate launch` or `torchrun` start them and describe them in the environment (RANK, LOCAL_RANK, WORLD_SIZE,
+MASTER_ADDR, MASTER_PORT). Every process holds the whole adapter, which is small. A backbone too large for one GPU is
+spread with FSDP2 (torch.distributed.fsdp.fully_shard): a process holds its share of every decoder layer and gathers a
+layer while it runs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,54 +28,34 @@ LAUNCH = "`accelerate launch -m restorekv train`"
 TIMEOUT = timedelta(minutes=30)  # how long a process waits for one that is stuck; the longest step has to fit
 
 
-class ProcessGroup(Protocol):
-    """Processes that run the same steps on different contexts and average their gradients."""
-
-    rank: int
-    size: int
-
-    def average(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Every gradient becomes its mean over the processes; one that is missing counts as zero."""
-
-    def mean(self, loss: float) -> float:
-        """The mean over the processes."""
-
-    def agree(self, text: str) -> None:
-        """All processes have the same text, or a RestoreKVError: settings and data must be one."""
-
-    def wait(self) -> None:
-        """Until all are here."""
-
-    def level(self, model: PreTrainedModel) -> Iterator[None]:
-        """A block in which processes may run the backbone unequally often; afterwards all have run it equally often."""
-
-
-class Alone:
-    """A team of one."""
+class ProcessGroup:
+    """Processes that run the same steps on different contexts and average their gradients; this one is a single one."""
 
     rank, size = 0, 1
 
     def average(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Its gradients are the mean."""
+        """Replaces every gradient by its mean over the processes; a missing one counts as zero."""
 
     def mean(self, loss: float) -> float:
+        """Returns the mean over the processes."""
         return loss
 
-    def agree(self, text: str) -> None:
-        """Nobody disagrees."""
+    def assert_same(self, text: str) -> None:
+        """Raises RestoreKVError unless all processes have the same text: settings and data must be the same."""
 
     def wait(self) -> None:
-        """Nobody else is awaited."""
+        """Returns when all processes are here."""
 
     @contextmanager
-    def level(self, model: PreTrainedModel) -> Iterator[None]:
+    def join_uneven(self, model: PreTrainedModel) -> Iterator[None]:
+        """Lets processes run the backbone unequally often in the block; afterwards all have run it equally often."""
         yield
 
 
-SINGLE_PROCESS = Alone()
+SINGLE_PROCESS = ProcessGroup()
 
 
-class Together:
+class DistributedGroup(ProcessGroup):
     """All processes of the default group of torch.distributed; `device` is this one's."""
 
     def __init__(self, device: torch.device) -> None:
@@ -84,43 +63,45 @@ class Together:
         self.compared = False
 
     def average(self, parameters: Iterable[nn.Parameter]) -> None:
-        """One sum over all gradients, float32. A gradient that no process has stays missing, as AdamW would skip it."""
-        chosen = list(parameters)
+        """Sums all gradients at once, in float32. A gradient that no process has stays missing: AdamW skips it."""
+        parameters = list(parameters)
         if not self.compared:
-            self.compare(chosen)
-        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in chosen]
-        found = torch.tensor([p.grad is not None for p in chosen], dtype=torch.float32, device=self.device)
-        flat = torch.cat([*(part.float().flatten() for part in parts), found])
+            self.compare(parameters)
+        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32, device=self.device)
+        flat = torch.cat([*(part.float().flatten() for part in parts), present])
         dist.all_reduce(flat)
-        *sums, found = flat.split([*(p.numel() for p in chosen), len(chosen)])
-        for parameter, total, processes in zip(chosen, sums, found.tolist(), strict=True):
+        *sums, present = flat.split([*(p.numel() for p in parameters), len(parameters)])
+        for parameter, total, processes in zip(parameters, sums, present.tolist(), strict=True):
             if processes:
                 parameter.grad = (total / self.size).view_as(parameter).to(parameter.dtype)
 
     def compare(self, parameters: list[nn.Parameter]) -> None:
-        """Before the first step: the adapter must be the same everywhere, or averaged gradients mean nothing."""
+        """Refuses adapters that differ before the first step: averaged gradients would mean nothing."""
         own = torch.cat([p.detach().float().flatten() for p in parameters])
         first = own.clone()
         dist.broadcast(first, 0)
-        same = torch.tensor([float(torch.equal(own, first))], device=self.device)
-        dist.all_reduce(same, dist.ReduceOp.MIN)
-        if not same.item():
+        if not self.everywhere(torch.equal(own, first)):
             raise RestoreKVError(
                 "The processes start from different adapters; give all of them one model and one shared folder."
             )
         self.compared = True
+
+    def everywhere(self, fact: bool) -> bool:
+        """Returns whether `fact` holds in all processes."""
+        facts = torch.tensor([float(fact)], device=self.device)
+        dist.all_reduce(facts, dist.ReduceOp.MIN)
+        return bool(facts.item())
 
     def mean(self, loss: float) -> float:
         total = torch.tensor([loss], dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return total.item() / self.size
 
-    def agree(self, text: str) -> None:
-        told = [text if self.rank == 0 else None]
-        dist.broadcast_object_list(told, 0)
-        same = torch.tensor([float(told[0] == text)], device=self.device)
-        dist.all_reduce(same, dist.ReduceOp.MIN)
-        if not same.item():
+    def assert_same(self, text: str) -> None:
+        first = [text if self.rank == 0 else None]
+        dist.broadcast_object_list(first, 0)
+        if not self.everywhere(first[0] == text):
             raise RestoreKVError(
                 "The processes were started with different settings, models or data; give all of them the same."
             )
@@ -129,20 +110,20 @@ class Together:
         dist.barrier()
 
     @contextmanager
-    def level(self, model: PreTrainedModel) -> Iterator[None]:
-        """Nothing for whole backbones. With shards, every pass is announced, and who is done joins those of the others.
+    def join_uneven(self, model: PreTrainedModel) -> Iterator[None]:
+        """Does nothing for whole backbones. With shards, a process announces every pass, and idle ones join it.
 
-        To count the passes and make up for them later would be too late: a pass waits for its shards at once.
+        Counting the passes and making up for them later would be too late: a pass waits for its shards at once.
         """
         backbone = decoder(model)
         if not is_spread(backbone):
             yield
             return
 
-        def join(*_: object) -> None:
+        def announce_pass(*_: object) -> None:
             self.announce(1)
 
-        handle = backbone.register_forward_pre_hook(join)
+        handle = backbone.register_forward_pre_hook(announce_pass)
         try:
             yield
         finally:
@@ -153,19 +134,19 @@ class Together:
                 backbone(input_ids=ids, use_cache=False)
 
     def announce(self, passes: int) -> Tensor:
-        """How many processes are about to run the backbone; whoever is need not read it, so that no GPU waits."""
+        """Returns how many processes are about to run the backbone; only idle ones read it, so that no GPU waits."""
         running = torch.full((1,), passes, device=self.device)
         dist.all_reduce(running)
         return running
 
 
 def processes() -> int:
-    """How many were started together."""
+    """Returns how many processes were started together."""
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def own_device(device: str) -> torch.device:
-    """Of several processes on a machine each takes a GPU of its own."""
+    """Returns the device of this process; of several on a machine each takes its own GPU."""
     if processes() == 1:
         return usable_device(device)
     kind = device.partition(":")[0]
@@ -175,15 +156,15 @@ def own_device(device: str) -> torch.device:
 
 
 def wants_shards(asked: bool) -> bool:
-    """By --shard, or by `accelerate launch --use_fsdp`."""
+    """Returns whether --shard or `accelerate launch --use_fsdp` asks for a shared backbone."""
     if asked and processes() == 1:
         raise RestoreKVError(f"Only several processes can share a backbone; start them with {LAUNCH}.")
     return processes() > 1 and (asked or os.environ.get("ACCELERATE_USE_FSDP") == "true")
 
 
 @contextmanager
-def assembled(device: torch.device) -> Iterator[ProcessGroup]:
-    """The team of this process, for the block; raises RestoreKVError if another process stops meanwhile."""
+def process_group(device: torch.device) -> Iterator[ProcessGroup]:
+    """Yields the group of this process; raises RestoreKVError if another process stops meanwhile."""
     if processes() == 1:
         yield SINGLE_PROCESS
         return
@@ -197,12 +178,12 @@ def assembled(device: torch.device) -> Iterator[ProcessGroup]:
             f"The {processes()} processes do not find each other ({error}); start them with {LAUNCH}."
         ) from error
     try:
-        yield Together(device)
+        yield DistributedGroup(device)
     except RuntimeError as error:
         if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
         raise RestoreKVError(
-            "Another process of this run has stopped; see what it said, then go on with --resume."
+            "Another process of this run has stopped; see its message, then continue with --resume."
         ) from error
     dist.destroy_process_group()
 
@@ -227,18 +208,18 @@ def spread(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def is_spread(backbone: nn.Module) -> bool:
-    """Whether `spread` has been here."""
+    """Returns whether `spread` was applied."""
     return hasattr(backbone, "unshard")
 
 
 def gather_for_pairs(layer: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
     """Gathers the last layer for the backward pass of the restore pass.
 
-    FSDP does so when the gradient of a layer's output arrives. Of a restore pass the last layer's output goes nowhere:
-    gradients reach it through its keys and values alone.
+    FSDP does so when the gradient of a layer's output arrives. Nothing uses the last layer's output of a restore pass:
+    gradients reach the layer only through its keys and values.
     """
     cache = kwargs.get("past_key_values")
     own = None if cache is None else cache.layers[layer.self_attn.layer_idx]
     for pairs in () if own is None else (own.keys, own.values):
-        if pairs is not None and pairs.requires_grad:  # a cache that is read in passing holds none
+        if pairs is not None and pairs.requires_grad:  # a read-only view of a cache holds none
             pairs.register_hook(lambda gradient: layer.unshard())

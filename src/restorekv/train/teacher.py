@@ -1,12 +1,13 @@
-"""The full-cache teacher: its greedy answers and what it thinks at them (Eq. 7, left), computed once a context.
+"""The full-cache teacher: its greedy answers and what it predicts at them (Eq. 7, left), computed once per context.
 
-Of its distributions the last hidden states are kept: the frozen LM head turns them into all logits again, exactly, and
-they take a sixtieth of the place (width 2,560 against 151,936 ids). Of the 256 likeliest ids and the mass of the
-others, the loss was 2 to 5 % too low on the bundled model (docs/LOG.md).
+Its distributions are kept as last hidden states: the frozen LM head turns them into all logits again, exactly, and they
+are sixty times smaller (2,560 numbers instead of 151,936). With the 256 likeliest ids and the mass of the others, the
+loss was 2 to 5 % too low on the bundled model (docs/LOG.md).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,15 +20,16 @@ from restorekv.compression.generate import BATCH, answer_ids, stop_ids
 from restorekv.compression.prepared import ScoredContext
 from restorekv.model.load import logits
 from restorekv.model.prompt import encode, question_ids
-from restorekv.train.answers import States, answer_pass
-from restorekv.train.example import Example
+from restorekv.train.examples import Example
+from restorekv.train.loss import States, answer_pass
 
 
 @dataclass(frozen=True)
 class TeacherTarget:
-    """A question and the teacher's answer as ids, how many of them are the answer (M), and the teacher's states there.
+    """What the student shall predict for one question.
 
-    hidden (M, d), from which the LM head makes its logits; states by name, (layers, M, d) each.
+    ids: question and the teacher's answer; answer: how many of them are the answer (M); hidden (M, d): the teacher's
+    last hidden states, from which the LM head makes its logits; states by name, (layers, M, d) each.
     """
 
     ids: Tensor
@@ -38,16 +40,16 @@ class TeacherTarget:
 
 @dataclass(frozen=True)
 class Teacher:
-    """`watch` names the states of the layers that are kept."""
+    """`record` names the states of the layers that are kept."""
 
     model: PreTrainedModel
     tokenizer: Tokenizer
     max_new_tokens: int
-    watch: tuple[str, ...] = ()
+    record: tuple[str, ...] = ()
 
     @torch.no_grad()
-    def teach(self, prepared: ScoredContext, example: Example) -> list[TeacherTarget]:
-        """A lesson on every question of a context.
+    def targets(self, prepared: ScoredContext, example: Example) -> list[TeacherTarget]:
+        """Returns a target for every question of a context.
 
         Answers that this teacher wrote before (`example.answer_ids`) are taken as they are. A draft whose every id is
         the argmax of the teacher's logits *is* the greedy answer; other answers are generated.
@@ -56,44 +58,41 @@ class Teacher:
         asked = [question_ids(self.tokenizer, prepared.context, text, empty=True)[0] for text in example.questions]
         if example.answer_ids is not None:
             answers = [torch.tensor(ids) for ids in example.answer_ids]
-            return [lesson for lesson, _ in self.assess(cache, asked, answers, range(len(asked)))]
+            return [target for target, _ in self.assess(cache, asked, answers, range(len(asked)))]
         stops = stop_ids(self.model, self.tokenizer)
         answers = [None if draft is None or not stops else self.closed(draft, min(stops)) for draft in example.drafts]
         drafted = [index for index, answer in enumerate(answers) if answer is not None]
-        found = zip(drafted, self.assess(cache, asked, answers, drafted), strict=True)
-        lessons = {index: lesson for index, (lesson, confirmed) in found if confirmed}
-        others = [index for index in range(len(asked)) if index not in lessons]
+        assessed = zip(drafted, self.assess(cache, asked, answers, drafted), strict=True)
+        targets = {index: target for index, (target, greedy) in assessed if greedy}
+        others = [index for index in range(len(asked)) if index not in targets]
         if others:
             prompts = [asked[index] for index in others]
             written = answer_ids(self.model, self.tokenizer, cache, prompts, self.max_new_tokens)
             for index, ids in zip(others, written, strict=True):
                 answers[index] = ids
-            lessons |= zip(others, (lesson for lesson, _ in self.assess(cache, asked, answers, others)), strict=True)
-        return [lessons[index] for index in range(len(asked))]
+            targets |= zip(others, (target for target, _ in self.assess(cache, asked, answers, others)), strict=True)
+        return [targets[index] for index in range(len(asked))]
 
     def closed(self, draft: str, stop: int) -> Tensor:
-        """A draft's ids with an EOS id behind them, unless the limit cut it off."""
+        """Returns a draft's ids and an EOS id, cut off at the limit."""
         return torch.tensor([*encode(self.tokenizer, draft)[0].tolist(), stop][: self.max_new_tokens])
 
     def assess(
-        self, cache: RaggedCache, asked: list[Tensor], answers: list, indices
+        self, cache: RaggedCache, asked: list[Tensor], answers: list[Tensor | None], indices: Sequence[int]
     ) -> list[tuple[TeacherTarget, bool]]:
-        """The lessons on the questions named by `indices`, and whether the answer is the greedy one."""
-        if len(indices) > BATCH:
-            parts = [indices[start : start + BATCH] for start in range(0, len(indices), BATCH)]
-            return [each for part in parts for each in self.assess(cache, asked, answers, part)]
-        if not indices:
-            return []
-        rows = [torch.cat([asked[index], answers[index]]) for index in indices]
-        counts = [len(answers[index]) for index in indices]
-        seen = answer_pass(self.model, cache, rows, counts, self.watch)
-        lessons, start, stops = [], 0, stop_ids(self.model, self.tokenizer)
-        for row, count in zip(rows, counts, strict=True):
-            part = slice(start, start := start + count)
-            hidden = seen.hidden[part].clone()
-            states = {name: value[:, part].clone() for name, value in seen.states.items()}
-            found = logits(self.model, hidden).argmax(-1).cpu()
-            if {int(found[-1]), int(row[-1])} <= stops:  # of several EOS ids the teacher's own
-                row = torch.cat([row[:-1], found[-1:]])
-            lessons.append((TeacherTarget(row, count, hidden, states), torch.equal(found, row[-count:])))
-        return lessons
+        """Returns the targets of the questions `indices`, and whether each answer is the greedy one."""
+        targets, stops = [], stop_ids(self.model, self.tokenizer)
+        for first in range(0, len(indices), BATCH):
+            batch = indices[first : first + BATCH]
+            rows = [torch.cat([asked[index], answers[index]]) for index in batch]
+            counts = [len(answers[index]) for index in batch]
+            output, start = answer_pass(self.model, cache, rows, counts, self.record), 0
+            for row, count in zip(rows, counts, strict=True):
+                part = slice(start, start := start + count)
+                hidden = output.hidden[part].clone()
+                states = {name: value[:, part].clone() for name, value in output.states.items()}
+                best = logits(self.model, hidden).argmax(-1).cpu()
+                if {int(best[-1]), int(row[-1])} <= stops:  # of several EOS ids the teacher's own
+                    row = torch.cat([row[:-1], best[-1:]])
+                targets.append((TeacherTarget(row, count, hidden, states), torch.equal(best, row[-count:])))
+        return targets

@@ -20,8 +20,7 @@ from torch import Tensor
 from restorekv.compression.generate import answer_ids
 from restorekv.evaluation.analysis.case import FULL, Case
 from restorekv.evaluation.analysis.pool import Pool, plain
-from restorekv.train.answers import answer_logits
-from restorekv.train.distill import divergence
+from restorekv.train.loss import answer_logits, divergence
 
 PLACES, FIGURES = ("first", "answer"), ("forward", "backward", "symmetric", "agreement")
 DEFINITIONS = {

@@ -12,11 +12,10 @@ from tokenizers import normalizers
 
 from restorekv.errors import RestoreKVError
 from restorekv.model.load import load_model
-from restorekv.train import lessons as lessons_module
-from restorekv.train import store as store_module
-from restorekv.train.data import bundled_examples
-from restorekv.train.lessons import TeacherCache, facts
+from restorekv.train import teacher_cache as cache_module
+from restorekv.train.examples import bundled_examples
 from restorekv.train.loop import train
+from restorekv.train.teacher_cache import TeacherCache, facts
 from tests.helpers.models import build_model
 from tests.train.test_train import CONFIG, EXAMPLES
 
@@ -62,7 +61,7 @@ def test_the_second_run_prefills_but_neither_scores_nor_asks_the_teacher(tiny_to
     def refuse(*_: object) -> None:
         raise AssertionError("computed again")
 
-    monkeypatch.setattr(lessons_module.Teacher, "teach", refuse)
+    monkeypatch.setattr(cache_module.Teacher, "targets", refuse)
     monkeypatch.setattr("restorekv.compression.compressor.Eviction.prepare", refuse)
     train(model, tiny_tokenizer, EXAMPLES, replace(LIVE, seed=1), tmp_path / "two", store=tmp_path / "store")
     assert files(tmp_path / "store") == before
@@ -75,10 +74,10 @@ def test_nothing_stale_is_read(tiny_tokenizer, tmp_path, change):
     model = build_model("qwen3", seed=change.get("model", 0))
     examples = [replace(EXAMPLES[0], context=EXAMPLES[0].context + change.get("text", ""))]
     config = replace(LIVE, **{key: value for key, value in change.items() if key not in ("model", "text")})
-    prepared, taught = TeacherCache(model, tiny_tokenizer, examples, config, store)[0]
+    prepared, targets = TeacherCache(model, tiny_tokenizer, examples, config, store)[0]
     fresh, expected = TeacherCache(model, tiny_tokenizer, examples, config)[0]
     assert torch.equal(prepared.scores, fresh.scores)
-    for one, other in zip(taught, expected, strict=True):
+    for one, other in zip(targets, expected, strict=True):
         assert torch.equal(one.ids, other.ids) and torch.equal(one.hidden, other.hidden)
 
 
@@ -97,7 +96,7 @@ def test_whatever_the_answers_and_scores_depend_on_is_in_the_key(tiny_tokenizer,
 
 def test_answers_of_this_very_model_are_taken_as_they_are(tiny_model, tiny_tokenizer):
     own = TeacherCache(tiny_model, tiny_tokenizer, EXAMPLES, LIVE)[2][1]
-    ids = tuple(tuple(lesson.ids[-lesson.answer :].tolist()) for lesson in own)
+    ids = tuple(tuple(target.ids[-target.answer :].tolist()) for target in own)
     given = replace(EXAMPLES[2], drafts=(None, None), answer_ids=ids)
     again = TeacherCache(tiny_model, tiny_tokenizer, [given], LIVE)[0][1]
     assert all(torch.equal(a.ids, b.ids) for a, b in zip(own, again, strict=True))
@@ -118,7 +117,7 @@ def test_a_damaged_entry_is_named(tiny_tokenizer, tmp_path):
 
 def test_a_full_disk_stops_before_it_is_full(tiny_tokenizer, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(store_module.shutil, "disk_usage", lambda path: usage._replace(free=store_module.SPARE))
+    monkeypatch.setattr(cache_module.shutil, "disk_usage", lambda path: usage._replace(free=cache_module.SPARE))
     with pytest.raises(RestoreKVError, match="bytes free"):
         TeacherCache(build_model("qwen3"), tiny_tokenizer, EXAMPLES, LIVE, tmp_path)[0]
     assert not files(tmp_path)

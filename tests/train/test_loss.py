@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from restorekv.train import distill
-from restorekv.train.distill import answer_rows, divergence, from_hidden, matching, reduced
+from restorekv.train import loss as loss_module
+from restorekv.train.loss import answer_rows, divergence, from_hidden, matching, reduced
 from tests.helpers.models import build_model
 
 
@@ -39,7 +39,7 @@ def test_blocks_of_rows_give_the_same_loss_and_gradient(monkeypatch):
     expected = divergence(head(teacher), head(hidden))
     found = []
     for logits in (2**24, model.config.vocab_size * 4):
-        monkeypatch.setattr(distill, "LOGITS", logits)
+        monkeypatch.setattr(loss_module, "LOGITS", logits)
         leaf = hidden.clone().requires_grad_(True)
         loss = from_hidden(model, teacher, leaf)
         loss.sum().backward()

@@ -1,0 +1,199 @@
+"""What a run trains on: contexts with their questions, from JSON lines, a mixture or the bundled world."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv.data.mixture import read_mixture, record
+from restorekv.errors import RestoreKVError, RestoreKVWarning
+from restorekv.model.load import longest
+from restorekv.model.prompt import default_between, encode, make_context
+from restorekv.model.shape import decoder
+from restorekv.restore.model_card import KNOWN, identifier
+from restorekv.tiny.suite import documents
+from restorekv.train.config import TrainConfig
+from restorekv.train.parallel import is_spread
+
+KEYS = ("context", "questions", "answers", "source", "licence", "license", "meta")  # meta: free for the user
+
+
+@dataclass(frozen=True)
+class Example:
+    """A context, its questions, and what is known of their answers.
+
+    A draft is a guess at the teacher's greedy answer; the teacher confirms it or writes its own, so drafts save time
+    and never change the training data.
+    """
+
+    context: str
+    questions: tuple[str, ...]
+    drafts: tuple[str | None, ...]
+    answer_ids: tuple[tuple[int, ...], ...] | None = None  # of answers that this very model wrote
+    source: str | None = None
+    license: str | None = None
+    where: str = ""  # file and line or row, for messages
+
+
+def sources(examples: Sequence[Example]) -> list[dict[str, object]]:
+    """Returns contexts and questions by source and license, None where unknown, for an adapter's record."""
+    groups: dict[tuple, list[Example]] = {}
+    for example in examples:
+        groups.setdefault((example.source, example.license), []).append(example)
+    rows = []
+    for (source, license), group in groups.items():
+        row = {"source": source, "license": license, "contexts": len(group)}
+        row["examples"] = sum(len(example.questions) for example in group)
+        if all(example.answer_ids is not None for example in group):
+            row["answers"] = "written by this model when the data was built"
+        rows.append(row)
+    return rows
+
+
+def examples_hash(examples: Sequence[Example]) -> str:
+    """Returns 16 hex digits of everything but where it was read from; checkpoints hold them."""
+    digest = hashlib.sha256()
+    for example in examples:
+        values = {**asdict(example), "where": ""}
+        names = {"license": "licence"}  # as spelled in the hashes of older checkpoints
+        digest.update(json.dumps({names.get(name, name): value for name, value in values.items()}).encode())
+    return digest.hexdigest()[:16]
+
+
+def bundled_examples(tokenizer: Tokenizer, count: int, seed: int, low: int, high: int) -> list[Example]:
+    """Returns `count` bundled documents of the split that only the restore pass is trained on."""
+    return [
+        Example(
+            document.text, tuple(q.text for q in document.questions), tuple(" " + q.target for q in document.questions),
+            source="bundled world", license="apache-2.0", where=f"bundled document {number}",
+        )
+        for number, document in enumerate(documents(tokenizer, count, f"restore {seed}", seed, low, high))
+    ]  # fmt: skip
+
+
+def read_examples(path: Path, model: PreTrainedModel, tokenizer: Tokenizer) -> list[Example]:
+    """Reads JSON lines, or the folder of a mixture that this very model has answered (`restorekv data build`)."""
+    if path.is_dir():
+        return from_mixture(path, model, tokenizer)
+    between = default_between(tokenizer)  # as `ask` puts it between document and question
+    return [replace(each, questions=tuple(between + text for text in each.questions)) for each in from_lines(path)]
+
+
+def read_contexts(path: Path) -> list[str]:
+    """Reads the contexts alone of JSON lines or of a mixture, whichever model answered it."""
+    return [each.context for each in (read_mixture(path)[0] if path.is_dir() else from_lines(path))]
+
+
+def from_mixture(folder: Path, model: PreTrainedModel, tokenizer: Tokenizer) -> list[Example]:
+    contexts, manifest = read_mixture(folder, model, tokenizer)
+    accounts = dict(zip(manifest["sources"], record(manifest), strict=True))
+    names = {
+        name: f"{row['source']} ({row['dataset']}, {row.get('revision') or row['sha256'][:16]}, seed {row['seed']})"
+        for name, row in accounts.items()
+    }
+    return [
+        Example(each.context, each.questions, each.answers, each.answer_ids, names[each.source], each.license,
+                f"{folder}, {each.source}, document {each.document}")
+        for each in contexts
+    ]  # fmt: skip
+
+
+def from_lines(path: Path) -> list[Example]:
+    """Reads lines {"context", "questions"}, with "answers" (one each), "source" and "license" if known."""
+    if not path.is_file():
+        raise RestoreKVError(f"There is no training file {path}; give a JSON-lines file, a mixture or 'bundled'.")
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # U+2028 and its like do not end a line of JSON
+    except UnicodeDecodeError as error:
+        raise RestoreKVError(f"The training file {path} is not UTF-8 text; convert it first.") from error
+    examples = [parsed(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not examples:
+        raise RestoreKVError(f"The training file {path} has no examples; write one JSON object per line.")
+    return examples
+
+
+def parsed(line: str, where: str) -> Example:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise RestoreKVError(
+            f"{where} is not JSON ({error.msg} at character {error.pos + 1}); fix the line."
+        ) from error
+    if problem := fault(row):
+        raise RestoreKVError(f"{where} {problem}; fix the line.")
+    license = row.get("license") or row.get("licence")
+    if license is not None and (license := identifier(license)) not in KNOWN:
+        raise RestoreKVError(
+            f"{where} has the unknown license {license!r}; give a name as on the Hugging Face hub, or none for a text "
+            "of your own."
+        )
+    drafts = tuple(row.get("answers") or [None] * len(row["questions"]))
+    return Example(row["context"], tuple(row["questions"]), drafts, None, row.get("source"), license, where)
+
+
+def fault(row: object) -> str | None:
+    """Returns what is wrong with a line's object, or None."""
+    if not isinstance(row, dict):
+        return 'is not an object {"context": ..., "questions": [...]}'
+    unknown = [key for key in row if key not in KEYS]
+    if unknown:
+        return f"has the unknown key {unknown[0]!r} (known: {', '.join(KEYS)})"
+    if not has_text(row.get("context")):
+        return 'has no text in "context"'
+    for name in ("questions", "answers"):
+        texts = row.get(name)
+        if name == "questions" or texts:
+            if not isinstance(texts, list) or not texts:
+                return f'has no list in "{name}"'
+            empty = next((number for number, text in enumerate(texts, 1) if not has_text(text)), None)
+            if empty:
+                return f'has no text in "{name}", number {empty}'
+    if row.get("answers") and len(row["answers"]) != len(row["questions"]):
+        return f"has {len(row['questions'])} questions and {len(row['answers'])} answers"
+    empty = next((name for name in KEYS[3:6] if row.get(name) is not None and not has_text(row[name])), None)
+    return f'has no text in "{empty}"' if empty else None
+
+
+def has_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def check_lengths(model: PreTrainedModel, tokenizer: Tokenizer, examples: list[Example], config: TrainConfig) -> None:
+    """Refuses contexts too long for the model or too short for one restore token; names the line they are from.
+
+    Warns where fewer than n restore tokens fit into the lowest ratio. A backbone that is spread over processes needs
+    a restore token at every ratio: without one there is no backward pass, and the others would wait for its shards.
+    """
+    limit, few, conventions = longest(model.config), 0, config.eviction().conventions
+    ratio = config.ratio_min if is_spread(decoder(model)) else config.ratio_max
+    for example in examples:
+        context = make_context(tokenizer, example.context)
+        asked = max(encode(tokenizer, question).shape[-1] for question in example.questions)
+        answer = max(map(len, example.answer_ids), default=0) if example.answer_ids else config.max_new_tokens
+        needed = context.positions + config.restore_tokens + asked + context.suffix.shape[-1] + answer
+        if needed > limit:
+            raise RestoreKVError(
+                f"{example.where} needs {needed} positions for a context of {context.tokens} tokens, the longest "
+                f"question and answer, and the model was made for {limit}; shorten it."
+            )
+        if not conventions.budget(ratio, context, 1, 1, config.restore_tokens).restore_tokens:
+            raise RestoreKVError(
+                f"{example.where} has {context.tokens} tokens: no restore token fits into r = {ratio:g} of "
+                "them; leave it out."
+            )
+        fitting = conventions.budget(config.ratio_min, context, 1, 1, config.restore_tokens).restore_tokens
+        few += fitting < config.restore_tokens
+    if few:
+        warnings.warn(
+            f"{few} of {len(examples)} contexts are too short for {config.restore_tokens} restore tokens "
+            f"at r = {config.ratio_min:g}; they get fewer.",
+            RestoreKVWarning,
+            stacklevel=3,
+        )

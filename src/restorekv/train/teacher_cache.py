@@ -1,0 +1,202 @@
+"""Prepared contexts with their teacher's targets, computed once and kept in memory or on disk.
+
+An entry on disk is one safetensors file, named by a hash of all that it depends on (model, RoPE, template, text, ...):
+runs with other settings, seeds or evictors share what they have in common, and nothing stale is ever read. Files are
+written whole or not at all; deleting them costs time only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv.compression.generate import stop_ids
+from restorekv.compression.prepared import ScoredContext
+from restorekv.data.manifest import tokenizer_hash
+from restorekv.errors import RestoreKVError
+from restorekv.files import replacing
+from restorekv.model import attention
+from restorekv.model.load import model_fingerprint, rope_fingerprint
+from restorekv.model.prefill import prefill
+from restorekv.model.prompt import Context, make_context, template_hash
+from restorekv.train.config import TrainConfig
+from restorekv.train.examples import Example
+from restorekv.train.teacher import Teacher, TeacherTarget
+
+VERSION = 1
+SPARE = 2**30  # bytes of the disk that are left free
+# what a config says about its origin, not about what the model computes
+IRRELEVANT = ("name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "attn_implementation")
+Tensors = dict[str, Tensor]
+
+
+@dataclass
+class Store:
+    """A folder of entries; `facts` is what every entry depends on."""
+
+    folder: Path
+    facts: dict[str, object] = field(default_factory=dict)
+
+    def path(self, part: str, key: dict[str, object]) -> Path:
+        text = json.dumps({"version": VERSION, **self.facts, **key}, sort_keys=True)
+        return self.folder / part / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.safetensors"
+
+    def find(self, part: str, key: dict[str, object]) -> Tensors | None:
+        """Returns an entry's tensors, on the CPU, or None if there is no such entry."""
+        path = self.path(part, key)
+        if not path.is_file():
+            return None
+        try:
+            return load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise RestoreKVError(f"The cached file {path} is damaged; delete it to have it computed again.") from error
+
+    def get(self, part: str, key: dict[str, object], compute: Callable[[], Tensors]) -> Tensors:
+        """Returns an entry, which is computed and written if it does not exist."""
+        entry = self.find(part, key)
+        if entry is None:
+            entry = compute()
+            self.put(part, key, entry)
+        return entry
+
+    def put(self, part: str, key: dict[str, object], tensors: Tensors) -> None:
+        """Writes an entry; refuses when the disk is nearly full."""
+        path = self.path(part, key)
+        tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            size, free = sum(value.nbytes for value in tensors.values()), shutil.disk_usage(path.parent).free
+            if size + SPARE > free:
+                raise RestoreKVError(
+                    f"{self.folder} has {free:,} bytes free and the next cached file takes {size:,}; "
+                    "choose another place."
+                )
+            with replacing(path) as temporary:
+                save_file(tensors, temporary, metadata={"format": "pt"})
+        except (OSError, SafetensorError) as error:
+            raise RestoreKVError(f"Cannot write to {self.folder}; choose a writable folder ({error}).") from error
+
+
+class TeacherCache:
+    """`self[index]`: a context without a restore cache, and its teacher's targets.
+
+    The first `config.keep` contexts stay in memory. A `store` keeps scores and targets on disk, and with
+    `store_prefill` the full caches too, which is affordable for small models only.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        examples: list[Example],
+        config: TrainConfig,
+        store: Path | None = None,
+        store_prefill: bool = False,
+    ) -> None:
+        self.model, self.tokenizer, self.examples, self.config = model, tokenizer, examples, config
+        self.eviction = config.eviction()
+        self.teacher = Teacher(model, tokenizer, config.max_new_tokens, tuple(config.state_weights()))
+        self.store_prefill = store_prefill
+        self.store = None if store is None else Store(store, facts(model, tokenizer))
+        self.kept: dict[int, tuple[ScoredContext, list[TeacherTarget]]] = {}
+        attention.install(model)
+
+    @torch.no_grad()
+    def __getitem__(self, index: int) -> tuple[ScoredContext, list[TeacherTarget]]:
+        if index in self.kept:
+            return self.kept[index]
+        example = self.examples[index]
+        prepared = self.prepared(make_context(self.tokenizer, example.context))
+        targets = self.targets(prepared, example)
+        if len(self.kept) < self.config.keep:
+            self.kept[index] = prepared, targets
+        return prepared, targets
+
+    def prepared(self, context: Context) -> ScoredContext:
+        """Returns prefill and scores, each from the store if it is there."""
+        if self.store is None:
+            return self.eviction.prepare(self.model, self.tokenizer, context)
+        text = {"ids": ids_hash(context.ids)}
+        key = text | {"evictor": self.eviction.identity(self.model)}
+        scores, full = self.store.find("scores", key), None
+        if scores is None:
+            prepared = self.eviction.prepare(self.model, self.tokenizer, context)
+            scores, full = {"scores": prepared.scores}, prepared.full
+            self.store.put("scores", key, scores)
+        if self.store_prefill:
+            entry = self.store.get("prefill", text, lambda: packed(full or prefill(self.model, context.ids)))
+            full = unpacked(entry, self.model.device)
+        full = prefill(self.model, context.ids) if full is None else full
+        stored = scores["scores"].to(self.model.device)
+        return ScoredContext(self.model, context, full, stored, self.eviction.conventions)
+
+    def targets(self, prepared: ScoredContext, example: Example) -> list[TeacherTarget]:
+        """Returns the targets of a context, from the store if they are there."""
+        if self.store is None:
+            return self.teacher.targets(prepared, example)
+        key = {
+            "ids": ids_hash(prepared.context.ids), "questions": list(example.questions), "drafts": list(example.drafts),
+            "answers": example.answer_ids and [list(ids) for ids in example.answer_ids],
+            "limit": self.teacher.max_new_tokens, "watch": list(self.teacher.record),
+        }  # fmt: skip
+        entry = self.store.get("teacher", key, lambda: to_tensors(self.teacher.targets(prepared, example)))
+        return from_tensors(entry, len(example.questions), self.model.device)
+
+
+def facts(model: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, object]:
+    """Returns what prefill, scores and answers depend on, except the text."""
+    settings = model.config.get_text_config().to_diff_dict()
+    config = {key: value for key, value in settings.items() if key.strip("_") not in IRRELEVANT}
+    return {
+        "model": model_fingerprint(model), "dtype": str(model.dtype), "rope": rope_fingerprint(model.config),
+        "config": hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16],
+        "template": template_hash(tokenizer), "tokenizer": tokenizer_hash(tokenizer),
+        "stops": sorted(stop_ids(model, tokenizer)),
+    }  # fmt: skip
+
+
+def ids_hash(ids: Tensor) -> str:
+    """Returns the hash of a context's ids, chat prefix included."""
+    return hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest()
+
+
+def packed(full: DynamicCache) -> Tensors:
+    """Returns keys and values of every layer, (1, H, S + T, D) each."""
+    layers = enumerate(full.layers)
+    return {f"{name}.{index}": getattr(layer, name) for index, layer in layers for name in ("keys", "values")}
+
+
+def unpacked(tensors: Tensors, device: torch.device) -> DynamicCache:
+    full = DynamicCache()
+    for index in range(len(tensors) // 2):
+        full.update(tensors[f"keys.{index}"].to(device), tensors[f"values.{index}"].to(device), index)
+    return full
+
+
+def to_tensors(targets: list[TeacherTarget]) -> Tensors:
+    tensors = {}
+    for number, target in enumerate(targets):
+        parts = {"row": target.ids.int(), "answer": torch.tensor(target.answer), "hidden": target.hidden}
+        parts |= {f"state.{name}": value for name, value in target.states.items()}
+        tensors |= {f"{number}.{name}": value for name, value in parts.items()}
+    return tensors
+
+
+def from_tensors(tensors: Tensors, count: int, device: torch.device) -> list[TeacherTarget]:
+    targets = []
+    for number in range(count):
+        own = {name.partition(".")[2]: x for name, x in tensors.items() if name.partition(".")[0] == str(number)}
+        states = {name.removeprefix("state."): x.to(device) for name, x in own.items() if name.startswith("state.")}
+        targets.append(TeacherTarget(own["row"].long(), int(own["answer"]), own["hidden"].to(device), states))
+    return targets
