@@ -9,10 +9,8 @@ import torch
 from transformers import DynamicCache
 
 from restorekv.compression.compressor import Eviction
-from restorekv.evaluation.analysis import attention_mass, divergence, gaze, survivors
-from restorekv.evaluation.analysis.case import Case
-from restorekv.evaluation.analysis.pool import Pool, plain
-from restorekv.evaluation.analysis.words import classes, pieces
+from restorekv.evaluation.analysis import attention_mass, divergence, restore_attention, survivors
+from restorekv.evaluation.analysis.case import Case, DocumentFigures, plain
 from restorekv.evaluation.protocols import PROTOCOLS
 from restorekv.model import attention
 from restorekv.model.prompt import make_context
@@ -157,9 +155,9 @@ def test_next_token_divergences_are_those_of_eager_logits(tiny_model, tiny_token
 
 
 @pytest.mark.parametrize("restore_from", ["full", "evicted"])
-def test_the_gaze_is_eager_attention_of_the_restore_pass(tiny_model, tiny_tokenizer, restore_from):
+def test_restore_attention_is_eager_attention_of_the_restore_pass(tiny_model, tiny_tokenizer, restore_from):
     case = make_case(tiny_model, tiny_tokenizer, restore_from)
-    prepared, found = case.prepared, gaze.measure(case)
+    prepared, found = case.prepared, restore_attention.measure(case)
     later, (layers, heads, tokens) = keeps(prepared, True), prepared.scores.shape
     seen = later if restore_from == "evicted" else torch.ones_like(later)
     rows = eager_restore(case, seen)
@@ -185,7 +183,7 @@ def test_the_gaze_is_eager_attention_of_the_restore_pass(tiny_model, tiny_tokeni
     for token, top in enumerate(found["tokens"]):
         assert [each["position"] for each in top] == np.argsort(-total[token])[:8].tolist()
         assert top[0]["text"] == tiny_tokenizer.decode([prepared.context.ids[0, prefix + top[0]["position"]]])
-    assert "tokens" not in gaze.measure(replace(case, index=3))
+    assert "tokens" not in restore_attention.measure(replace(case, index=3))
 
 
 def eager_restore(case, seen):
@@ -247,12 +245,12 @@ def test_classes_of_tokens():
     texts = ["The", " code", " of", " Mar", "ta", " is", " 4", "7b", ".", "\n", " the", " Red", " red", " ?!", " é"]
     kinds = ["other", "other", "other", "name", "name", "other", "number", "number", "punctuation", "other", "other",
              "other", "other", "punctuation", "other"]  # fmt: skip
-    assert classes(texts) == kinds
+    assert survivors.classes(texts) == kinds
 
 
-def test_pieces_join_to_the_text(tiny_tokenizer):
-    text = "who lives in the Red house? Seven"
-    assert "".join(pieces(tiny_tokenizer, tiny_tokenizer.encode(text, add_special_tokens=False))) == text
+def test_pieces_join_to_the_text(tiny_model, tiny_tokenizer):
+    case = make_case(tiny_model, tiny_tokenizer)
+    assert "".join(case.pieces) == TEXT
 
 
 def test_pooled_attention_by_hand():
@@ -262,7 +260,7 @@ def test_pooled_attention_by_hand():
         {"masses": [[0.6, 0.1, 0.0, 0.3], [0.2, 0.1, 0.0, 0.7]], "kl_attention": [[1.0, 0.0], [2.0, 0.0]]},
         {"masses": [[0.0006, 0.5, 0.0, 0.4994], [0.0002, 0.5, 0.0, 0.4998]], "kl_attention": [[0.0, 0.0], [2.0, 0.0]]},
     ]
-    told = attention_mass.pooled(Pool([{"full": full, "base": each} for each in base], [1, 3]))["caches"]
+    told = attention_mass.pooled(DocumentFigures([{"full": full, "base": each} for each in base], [1, 3]))["caches"]
     assert told["full"]["context"] == [0.4, 0.4] and told["full"]["layers_below"] == 0
     assert told["base"]["context"] == pytest.approx([(0.6 + 3 * 0.0006) / 4, (0.2 + 3 * 0.0002) / 4])
     assert told["base"]["average"]["sinks"] == pytest.approx(0.4)
@@ -280,14 +278,14 @@ def test_a_layer_without_context_leaves_the_forward_divergence_undefined():
         "full": {"masses": [[0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0]]},
         "base": {"masses": [[0.5, 0.5, 0, 0], [0.0, 1.0, 0, 0]], "kl_attention": [[0.0, 0.0], [2.0, 0.0]]},
     }]  # fmt: skip
-    told = attention_mass.pooled(Pool(documents, [1]))["caches"]["base"]
+    told = attention_mass.pooled(DocumentFigures(documents, [1]))["caches"]["base"]
     assert told["kl_profile"] is None and told["kl_profile_interval"] == [None, None]
     assert told["kl_profile_backward"] == pytest.approx(np.log(2), rel=1e-5) and told["layers_below"] == 1
 
 
 def test_the_pools_interval_is_that_of_a_bootstrap_over_documents():
     values = np.random.default_rng(0).random(300)
-    pool = Pool([{"a": {"b": value}} for value in values], [1] * 300)
+    pool = DocumentFigures([{"a": {"b": value}} for value in values], [1] * 300)
     low, high = pool.interval(lambda x: x, "a", "b")
     half = 1.96 * values.std(ddof=1) / 300**0.5
     assert (low, high) == (
@@ -299,7 +297,7 @@ def test_the_pools_interval_is_that_of_a_bootstrap_over_documents():
 
 def test_the_interval_weighs_as_the_mean_does():
     values = np.arange(400) / 400
-    pool = Pool([{"a": value} for value in values], [1 + 9 * (value > 0.5) for value in values])
+    pool = DocumentFigures([{"a": value} for value in values], [1 + 9 * (value > 0.5) for value in values])
     for by_question in (False, True):
         low, high = pool.interval(lambda x: x, "a", by_question=by_question)
         mean = pool.mean("a", by_question=by_question)

@@ -10,7 +10,7 @@ import yaml
 
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import kvpress_layout
-from restorekv.evaluation.cell import Cell
+from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.kvpress_layout import export
 from restorekv.evaluation.results import SUMMARY
 from restorekv.tasks import Question

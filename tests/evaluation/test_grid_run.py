@@ -13,8 +13,7 @@ from restorekv.compression.generate import answer_ids, answer_text, stop_ids
 from restorekv.compression.streaming import Stream
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import results, worker
-from restorekv.evaluation.cell import Cell
-from restorekv.evaluation.job import jobs
+from restorekv.evaluation.grid import Cell, jobs
 from restorekv.evaluation.rows import rows
 from restorekv.evaluation.run import LOCK, run
 from restorekv.evictors.kvzip import KVzip

@@ -15,7 +15,7 @@ import pytest
 
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.evaluation import results
-from restorekv.evaluation.job import jobs
+from restorekv.evaluation.grid import jobs
 from restorekv.evaluation.ray_pool import TRIES, RayPool
 from restorekv.evaluation.run import run
 from restorekv.restore.adapter import RestoreAdapter

@@ -8,8 +8,7 @@ from math import floor
 import pytest
 
 from restorekv import tasks
-from restorekv.evaluation.cell import Cell
-from restorekv.evaluation.expand import Grid
+from restorekv.evaluation.grid import Cell, Grid
 from restorekv.evaluation.results import SUMMARY, opened
 from restorekv.evaluation.rows import payload, rows
 from restorekv.evaluation.run import run

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from restorekv import tasks
-from restorekv.evaluation.cell import Cell
+from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.results import ANSWERS, SUMMARY, Result, opened
 from restorekv.evaluation.summary import summary
 from restorekv.files import write_json
