@@ -84,14 +84,14 @@ def test_an_interrupted_run_goes_on(world, tmp_path, monkeypatch):
 def test_files_say_what_they_were_made_with(world, tmp_path):
     paths = analyze(*world, KVPRESS, Three(), ["0.2"], tmp_path, label="mine")
     assert [path.name for path in paths] == [f"{name}-mine.json" for name in ANALYSES]
-    for path, made in figures(tmp_path).items():
-        assert {"fingerprint", "dtype", "rope", "prefix_policy", "versions", "benchmark", "data"} <= made[
+    for path, stored in figures(tmp_path).items():
+        assert {"fingerprint", "dtype", "rope", "prefix_policy", "versions", "benchmark", "data"} <= stored[
             "conventions"
         ].keys()
-        assert made["conventions"]["method"] == "knorm" and made["conventions"]["adapter"]["hash"]
-        assert (made["documents"], made["questions"], list(made["figures"])) == (3, 6, ["0.2"])
-        assert made["analysis"] == path.partition("-")[0] and made["definitions"]
-        assert "NaN" not in json.dumps(made) and "Infinity" not in json.dumps(made)
+        assert stored["conventions"]["method"] == "knorm" and stored["conventions"]["adapter"]["hash"]
+        assert (stored["documents"], stored["questions"], list(stored["figures"])) == (3, 6, ["0.2"])
+        assert stored["analysis"] == path.partition("-")[0] and stored["definitions"]
+        assert "NaN" not in json.dumps(stored) and "Infinity" not in json.dumps(stored)
 
 
 def test_files_of_the_earlier_name_are_continued_and_reported(world, tmp_path, monkeypatch):
@@ -121,11 +121,12 @@ def test_other_settings_do_not_mix(world, tmp_path, change):
 def test_without_an_adapter_there_is_no_restored_cache(world, tmp_path):
     model, tokenizer, eviction = world
     analyze(model, tokenizer, replace(eviction, adapter=None), KVPRESS, Three(), ["0.2"], tmp_path)
-    made = figures(tmp_path)
-    assert sorted(each["analysis"] for each in made.values()) == ["attention", "divergence", "survivors"]
-    told = {each["analysis"]: each["figures"]["0.2"] for each in made.values()}
-    assert list(told["attention"]["caches"]) == ["full", "base"] and list(told["divergence"]["caches"]) == ["base"]
-    assert list(told["survivors"]) == ["caches"]
+    stored = figures(tmp_path)
+    assert sorted(each["analysis"] for each in stored.values()) == ["attention", "divergence", "survivors"]
+    by_analysis = {each["analysis"]: each["figures"]["0.2"] for each in stored.values()}
+    assert list(by_analysis["attention"]["caches"]) == ["full", "base"]
+    assert list(by_analysis["divergence"]["caches"]) == ["base"]
+    assert list(by_analysis["survivors"]) == ["caches"]
 
 
 def test_the_protocol_decides_settings_and_questions(world, tmp_path):
@@ -133,10 +134,11 @@ def test_the_protocol_decides_settings_and_questions(world, tmp_path):
     eviction = Eviction.make("kvzip")
     for name in PROTOCOLS:
         analyze(model, tokenizer, eviction, PROTOCOLS[name], Three(), ["0.2"], tmp_path / name, ["attention"])
-    found = {name: next(iter(figures(tmp_path / name).values())) for name in PROTOCOLS}
-    assert found["kvpress"]["conventions"]["method"] == "kvzip" and found["kvzip"]["conventions"]["protocol"] == "kvzip"
-    assert "chunk=2000" in found["kvzip"]["conventions"]["method"]
-    asked = [found[name]["figures"]["0.2"]["caches"]["full"]["question"] for name in PROTOCOLS]
+    by_protocol = {name: next(iter(figures(tmp_path / name).values())) for name in PROTOCOLS}
+    assert by_protocol["kvpress"]["conventions"]["method"] == "kvzip"
+    assert by_protocol["kvzip"]["conventions"]["protocol"] == "kvzip"
+    assert "chunk=2000" in by_protocol["kvzip"]["conventions"]["method"]
+    asked = [by_protocol[name]["figures"]["0.2"]["caches"]["full"]["question"] for name in PROTOCOLS]
     assert asked[0] != asked[1]  # "Q: " and another tokenisation
 
 
@@ -177,10 +179,10 @@ def test_efficiency_compares_base_and_restored(saved, tmp_path, monkeypatch):
     model, tokenizer = load_model(str(saved))
     options = cost.CostOptions(("knorm", "kvzap"), 128, "0.2", ("1", "0.2"), repeat=2, steps=3)
     heard = []
-    path = cost.measure(model, tokenizer, tmp_path, options, PLAIN, "mine", lambda *told: heard.append(told))
-    made = json.loads(path.read_text())
+    path = cost.measure(model, tokenizer, tmp_path, options, PLAIN, "mine", lambda *update: heard.append(update))
+    stored = json.loads(path.read_text())
     assert path == tmp_path / "efficiency" / "mine.json" and heard[-1][:2] == (5, 5)
-    rows = made["compression"]
+    rows = stored["compression"]
     assert [(row["evictor"], row["restored"]) for row in rows] == [
         (name, restored) for name in ("knorm", "kvzap") for restored in (False, True)
     ]
@@ -191,9 +193,9 @@ def test_efficiency_compares_base_and_restored(saved, tmp_path, monkeypatch):
         assert row["gate"] == ("random" if row["evictor"] == "kvzap" else None)
     seconds = rows[1]["seconds"]
     expected = seconds["restore"] / (seconds["total"] - seconds["restore"])
-    assert made["overhead"]["knorm"]["share"] == pytest.approx(expected)
-    assert made["overhead"]["knorm"]["peak"] == rows[1]["peak"] - rows[0]["peak"]
-    assert made["latency_ratio"].keys() == {"1", "0.2"} and made["conventions"]["latency_context"] == "prefill"
+    assert stored["overhead"]["knorm"]["share"] == pytest.approx(expected)
+    assert stored["overhead"]["knorm"]["peak"] == rows[1]["peak"] - rows[0]["peak"]
+    assert stored["latency_ratio"].keys() == {"1", "0.2"} and stored["conventions"]["latency_context"] == "prefill"
     assert cost.measure(model, tokenizer, tmp_path, options, PLAIN, "mine") == path
     with pytest.raises(RestoreKVError, match="was made with tokens 128"):
         cost.measure(model, tokenizer, tmp_path, replace(options, tokens=256), PLAIN, "mine")
@@ -212,22 +214,22 @@ def test_base_and_restored_caches_hold_the_same(tiny_model, tiny_tokenizer):
 
 
 def test_memory_of_a_gpu_is_the_allocators(monkeypatch):
-    told = {"memory_allocated": 100, "max_memory_allocated": 350, "synchronize": None, "reset_peak_memory_stats": None}
-    for name, value in told.items():
+    fakes = {"memory_allocated": 100, "max_memory_allocated": 350, "synchronize": None, "reset_peak_memory_stats": None}
+    for name, value in fakes.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    found = {}
-    with compress_cost.memory(torch.device("cuda"), found):
+    figures = {}
+    with compress_cost.memory(torch.device("cuda"), figures):
         pass
-    assert found == {"peak": 250}
+    assert figures == {"peak": 250}
 
 
 def test_memory_of_a_process_counts_what_is_held():
-    found = {}
-    with compress_cost.memory(torch.device("cpu"), found):
-        held = torch.ones(1 << 22)
-        del held
-    if found["peak"] is not None:
-        assert 15 << 20 <= found["peak"] < 20 << 20
+    figures = {}
+    with compress_cost.memory(torch.device("cpu"), figures):
+        block = torch.ones(1 << 22)
+        del block
+    if figures["peak"] is not None:
+        assert 15 << 20 <= figures["peak"] < 20 << 20
 
 
 @pytest.mark.parametrize("wrong", [{"tokens": 3}, {"repeat": 0}, {"ratio": "0"}, {"latency_context": "none"}])
@@ -251,7 +253,7 @@ def test_the_command_writes_every_file(saved, tmp_path):
 def test_a_measurement_runs_in_a_process_of_its_own(saved):
     model, _ = load_model(str(saved))
     options = cost.CostOptions(("knorm",), 128, "0.2", repeat=1)
-    found = cost.compression_apart(model, options, PLAIN, "knorm", True)
-    assert found["adapter"] == "random" and found["seconds"]["total"] > 0
+    row = cost.compression_apart(model, options, PLAIN, "knorm", True)
+    assert row["adapter"] == "random" and row["seconds"]["total"] > 0
     with pytest.raises(RestoreKVError, match="restore tokens do not fit"):
         cost.compression_apart(model, replace(options, ratio="0.01"), PLAIN, "knorm", True)
