@@ -16,10 +16,10 @@ from pathlib import Path
 
 from restorekv.cache.quantized import STORAGES
 from restorekv.errors import RestoreKVError, RestoreKVWarning
-from restorekv.evaluation.cell import Cell
+from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.results import Result
-from restorekv.evaluation.run import Here, Progress
-from restorekv.evaluation.run import run as carry_out
+from restorekv.evaluation.run import LocalPool, Progress
+from restorekv.evaluation.run import run as run_grid
 from restorekv.evaluation.stats import compared
 from restorekv.model.load import BUNDLED
 
@@ -45,7 +45,7 @@ def run(documents: int, folder: Path, progress: Callable[[str], None] = lambda t
     def tell(told: Progress) -> None:
         progress(f"{told.what}: {told.share:.0%}")
 
-    done = {result.cell: result for result in carry_out(list(wanted.values()), folder, Here(), tell)}
+    done = {result.cell: result for result in run_grid(list(wanted.values()), folder, LocalPool(), tell)}
     return {key: done[cell] for key, cell in wanted.items()}
 
 

@@ -23,9 +23,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.compression.budget import exact_ratio
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation import apart
-from restorekv.evaluation.machine import described
-from restorekv.evaluation.workload import SHAPE, save_model, save_tokenizer, text_of
+from restorekv.evaluation.measure import describe_machine
+from restorekv.evaluation.workload import SHAPE, measure_apart, save_model, save_tokenizer, text_of
 from restorekv.model.prompt import make_context, question_ids
 
 FOLDER = Path(__file__).parent
@@ -79,7 +78,7 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None) 
     middle = {key: middle_of(measurements) for key, measurements in rows.items()}
     return {
         "model": {"parameters": parameters, "dtype": "bfloat16", **shape},
-        "machine": described(threads),
+        "machine": describe_machine(threads),
         "ratio": float(exact_ratio(options.ratio)),
         "repeat": options.repeat,
         "decoded": options.decode,
@@ -122,10 +121,10 @@ def measured(side: str, job: dict, folder: Path, python: Path | None) -> dict:
     """One measurement in a process of its own."""
     what = f"The measurement of {side} at T = {len(job['text']):,}"
     if side == OURS:
-        return apart.measured([sys.executable, "-m", "benchmarks.ours"], job, folder, what)
+        return measure_apart([sys.executable, "-m", "benchmarks.ours"], job, folder, what)
     command = [str(python), str(FOLDER / "kvpress_side.py")]
     # Packages of this environment do not fit that one.
-    return apart.measured(command, job, folder, what, without=["PYTHONPATH"])
+    return measure_apart(command, job, folder, what, without=["PYTHONPATH"])
 
 
 def middle_of(found: Sequence[dict]) -> dict:

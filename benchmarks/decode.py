@@ -41,8 +41,7 @@ from restorekv.compression import allocate
 from restorekv.compression.budget import exact_ratio
 from restorekv.compression.generate import next_ids
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.machine import described
-from restorekv.evaluation.meter import resident
+from restorekv.evaluation.measure import describe_machine, resident
 from restorekv.evaluation.workload import SHAPE, save_model, save_tokenizer
 from restorekv.model import attention
 from restorekv.model.load import load_model
@@ -103,7 +102,7 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None) 
         answers = answering(options, tokenizer, Path(name), progress) if options.asked else None
     return {
         "model": {"parameters": parameters, "dtype": "bfloat16", **SHAPE, **options.shape},
-        "machine": described(torch.get_num_threads()),
+        "machine": describe_machine(torch.get_num_threads()),
         "tokens": options.tokens,
         "tail": RESTORE + QUESTION,
         "bandwidth": bandwidth,

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.evaluation.machine import described
+from restorekv.evaluation.measure import describe_machine
 from restorekv.evaluation.workload import SHAPE, save_model, save_tokenizer
 from restorekv.model.load import load_model
 
@@ -42,6 +42,6 @@ def each(
             rows.append({kind: title, **measure(model, tokenizer, title, folder)})
     facts = {
         "model": {"parameters": parameters, "dtype": "bfloat16", **shape},
-        "machine": described(torch.get_num_threads()),
+        "machine": describe_machine(torch.get_num_threads()),
     }
     return facts, rows

@@ -30,7 +30,7 @@ from benchmarks.passes import Step, clocked, copying, each
 from restorekv.cache.ragged import RaggedLayer
 from restorekv.compression.budget import exact_ratio
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.machine import described
+from restorekv.evaluation.measure import describe_machine
 from restorekv.model import attention
 from restorekv.model.attention import naive, tiles
 
@@ -76,7 +76,7 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None, 
         progress(f"r = {ratio:g}")
         rows.append({"ratio": float(ratio), **measured(options, float(ratio), bandwidth, device)})
     return {
-        "machine": {**described(torch.get_num_threads()), "cuda": torch.version.cuda},
+        "machine": {**describe_machine(torch.get_num_threads()), "cuda": torch.version.cuda},
         "rehearsal": rehearse,
         "options": asdict(options),
         "bandwidth": bandwidth,

@@ -6,11 +6,14 @@ of kvpress's own pipeline; only the number of tokens is fixed, and the phases ar
 
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import torch
 from kvpress import KVPressTextGenerationPipeline, KVzipPress
-from meter import Clock, Peak, serve, timed
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+
+sys.path.append(str(Path(__file__).parents[1] / "src" / "restorekv" / "evaluation"))  # without importing restorekv
+from measure import Peak, TokenTimer, serve, timed
 
 
 class TimedPress(KVzipPress):
@@ -60,7 +63,7 @@ def squeeze(model: PreTrainedModel, ids: torch.Tensor, ratio: float) -> tuple[Dy
 
 def decode(model: PreTrainedModel, cache: DynamicCache, job: dict) -> dict:
     """A question and a fixed number of tokens; the reason instead where kvpress finds no keys to hide pairs behind."""
-    clock, ids = Clock(), torch.tensor([job["question_ids"]])
+    clock, ids = TokenTimer(), torch.tensor([job["question_ids"]])
     try:
         for _ in range(job["decode"]):
             first = cache.get_seq_length()

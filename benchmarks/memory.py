@@ -34,10 +34,8 @@ from restorekv.compression.budget import exact_ratio
 from restorekv.compression.compressor import compress
 from restorekv.compression.prepared import CompressionConfig, ScoredContext
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation import apart
-from restorekv.evaluation.machine import described
-from restorekv.evaluation.meter import REFERENCES, resident, serve
-from restorekv.evaluation.workload import SHAPE, save_model, save_tokenizer, text_of
+from restorekv.evaluation.measure import REFERENCES, describe_machine, resident, serve
+from restorekv.evaluation.workload import SHAPE, measure_apart, save_model, save_tokenizer, text_of
 from restorekv.model.load import load_model
 from restorekv.model.offload import offloaded, trim_heap
 from restorekv.model.prompt import make_context
@@ -96,11 +94,11 @@ def run(options: Options, progress: Callable[[str], None] = lambda phase: None) 
                 job |= {"evictor": options.evictor, "ratio": str(options.ratio), "filled": options.filled}
                 job |= {"part": options.streamed}
                 what = f"The measurement of {mode} at T = {tokens:,}"
-                found = apart.measured([sys.executable, "-m", "benchmarks.memory"], job, Path(name), what)
+                found = measure_apart([sys.executable, "-m", "benchmarks.memory"], job, Path(name), what)
                 rows.append({"tokens": tokens, "mode": mode, **found})
     return {
         "model": {"parameters": parameters, "dtype": "bfloat16", **shape},
-        "machine": described(threads),
+        "machine": describe_machine(threads),
         "evictor": options.evictor,
         "ratio": float(exact_ratio(options.ratio)),
         "filled": options.filled,

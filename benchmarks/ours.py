@@ -12,7 +12,7 @@ from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.compressor import compress
 from restorekv.compression.context import CompressedContext
 from restorekv.compression.generate import greedy
-from restorekv.evaluation.meter import Clock, Peak, serve, timed
+from restorekv.evaluation.measure import Peak, TokenTimer, serve, timed
 from restorekv.model.load import load_model
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context
@@ -62,7 +62,7 @@ def whole(model: PreTrainedModel, tokenizer: Tokenizer, context: Context) -> Rag
 
 def decode(model: PreTrainedModel, cache: RaggedCache, job: dict) -> dict[str, float]:
     """A question and a fixed number of tokens, whatever they are."""
-    clock = Clock()
+    clock = TokenTimer()
     greedy(model, [cache], [torch.tensor(job["question_ids"])], [job["decode"]], set(), clock)
     return clock.figures()
 

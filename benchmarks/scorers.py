@@ -26,7 +26,7 @@ from restorekv.compression.budget import exact_ratio
 from restorekv.compression.context import size
 from restorekv.compression.prepared import timed
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.meter import Peak
+from restorekv.evaluation.measure import Peak
 from restorekv.evaluation.workload import LEARNED, WARM_UP, random_gate, text_of
 from restorekv.evictors import EVICTORS
 from restorekv.model.prefill import prefill

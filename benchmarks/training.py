@@ -28,7 +28,7 @@ from restorekv.compression.budget import exact_ratio
 from restorekv.compression.context import size
 from restorekv.compression.prepared import ScoredContext
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.meter import Peak, timed
+from restorekv.evaluation.measure import Peak, timed
 from restorekv.evaluation.workload import text_of
 from restorekv.model import attention
 from restorekv.model.prompt import make_context

@@ -13,10 +13,9 @@ from paper.setting import Setting
 from paper.study import Study
 from restorekv import tasks
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.cell import Cell
-from restorekv.evaluation.job import Job, jobs
+from restorekv.evaluation.grid import Cell, Job, jobs
 from restorekv.evaluation.results import CELLS, SUMMARY, Result
-from restorekv.evaluation.run import Here, Pool, Progress, check, run
+from restorekv.evaluation.run import LocalPool, Progress, WorkerPool, check, run
 
 PREPARING, MATCHING = 10, 15  # what a preparation and a cell of Attention Matching cost, in cells (bundled model, CPU)
 CELL_SECONDS = 0.08
@@ -67,7 +66,9 @@ class Done:
             self.failed[what] = str(error)
 
 
-def carry_out(exhibits: Sequence[Exhibit], setting: Setting, out: Path, tell: Tell, pool: Pool | None = None) -> Done:
+def carry_out(
+    exhibits: Sequence[Exhibit], setting: Setting, out: Path, tell: Tell, pool: WorkerPool | None = None
+) -> Done:
     """Every cell that the exhibits share, then every study; what OUT holds is not done again."""
     wanted = cells(exhibits, setting)
     if wanted:
@@ -76,7 +77,7 @@ def carry_out(exhibits: Sequence[Exhibit], setting: Setting, out: Path, tell: Te
     studies = [study for study in exhibits if isinstance(study, Study) and study.measure]
     parts = [(named(job, exhibits, setting), cost(job, out)) for job in work]
     parts += [(f"{study.number}: {study.title}", study.minutes * 60 / CELL_SECONDS) for study in studies]
-    clock, done, pool = Clock(parts, tell), Done(), pool or Here(setting.setup.device)
+    clock, done, pool = Clock(parts, tell), Done(), pool or LocalPool(setting.setup.device)
     for turn, job in enumerate(work):
         with done.unless((job.first.benchmark, job.first.evictor), strict=setting.bundled):
             done.results |= zip(job.cells, run(job.cells, out, pool, listener(clock, turn)), strict=True)

@@ -16,7 +16,7 @@ from paper.exhibits import EXHIBITS, FURTHER, chosen
 from paper.training import train_all
 from paper.write import CHARTS, write
 from restorekv.cli import options
-from restorekv.cli.eval import opened
+from restorekv.cli.eval import open_pool
 from restorekv.cli.session import notes, output, quiet
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.files import check_target, replacing
@@ -64,7 +64,7 @@ def run(
     out.mkdir(parents=True, exist_ok=True)
     if retrain:
         train_all(plan.trainings(exhibits, asked), workers, 1)
-    with warnings.catch_warnings(), opened(ray, workers, device) as pool, bar() as progress:
+    with warnings.catch_warnings(), open_pool(ray, workers, device) as pool, bar() as progress:
         warnings.simplefilter("ignore", RestoreKVWarning)  # mismatched adapters are what some tables are about
         done = carry_out(exhibits, asked, out, told(progress), pool)
     page = write(exhibits, asked, done, out, typed(context))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
-from restorekv.evaluation.cell import FULL
+from restorekv.evaluation.grid import FULL
 from restorekv.evaluation.tables import name
 
 

@@ -15,7 +15,7 @@ from paper.exhibit import Comparison
 from paper.plan import Asked
 from paper.setting import Setting
 from paper.shown import ABSENT
-from restorekv.evaluation.cell import FULL
+from restorekv.evaluation.grid import FULL
 from restorekv.evaluation.report import Cell, Row, Table, number, table
 from restorekv.evaluation.results import Result
 from restorekv.evaluation.stats import resamples

@@ -10,7 +10,7 @@ from paper.scores import Scores
 from paper.setting import Bench, Setting
 from paper.study import Study
 from paper.training import Training
-from restorekv.evaluation.cell import Cell
+from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.results import SECONDS, Result, complete_lines
 from restorekv.evaluation.stats import Answer, without_loss
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from restorekv import tasks
-from restorekv.evaluation import machine
-from restorekv.evaluation.cell import FULL, Cell
+from restorekv.evaluation.grid import FULL, Cell
+from restorekv.evaluation.measure import describe_machine
 from restorekv.evaluation.report import Section, Table, number, score, table
 from restorekv.evaluation.report.blocks import Block
 from restorekv.evaluation.results import Result
-from restorekv.evaluation.rows import HELD
+from restorekv.evaluation.rows import CACHE_FIGURES
 from restorekv.evaluation.stats import LEAST
 from restorekv.evaluation.tables import name
 
@@ -70,7 +70,7 @@ def asked(cell: Cell) -> tuple[str, str]:
 
 def made_with(command: str) -> dict[str, object]:
     """Date, versions, processor, threads, system and the command, as plain JSON values."""
-    return {**machine.described(torch.get_num_threads()), "command": command}
+    return {**describe_machine(torch.get_num_threads()), "command": command}
 
 
 def told(made: Mapping[str, object]) -> Iterator[str]:
@@ -82,4 +82,4 @@ def told(made: Mapping[str, object]) -> Iterator[str]:
 
 def of_cells(done: Sequence[Result]) -> dict[str, dict]:
     """Pairs and bytes that every cell's caches held, by the cell's name."""
-    return {result.cell.name: {key: result.summary[key] for key in HELD} for result in done}
+    return {result.cell.name: {key: result.summary[key] for key in CACHE_FIGURES} for result in done}

@@ -12,7 +12,7 @@ from paper.training import Setup, Training
 from restorekv import tasks
 from restorekv.compression.compressor import shipped_adapter
 from restorekv.errors import AdapterError, RestoreKVError
-from restorekv.evaluation.cell import FULL, Cell
+from restorekv.evaluation.grid import FULL, Cell
 from restorekv.model.load import BUNDLED
 from restorekv.restore import publish
 from restorekv.tiny import world

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from paper.exhibit import Comparison, Place, Row
 from paper.scores import FAILS, HOLDS, MISSING, NOISE, Judged, Scores, margin, ordered
 from paper.setting import Setting
-from restorekv.evaluation.cell import FULL
+from restorekv.evaluation.grid import FULL
 from restorekv.evaluation.report import Cell, Chart, Mark, Panel, Points, Table, draw, gain, number, table
 from restorekv.evaluation.report import Row as Line
 from restorekv.evaluation.report import score as score_cell

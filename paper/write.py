@@ -17,7 +17,7 @@ from paper.setting import Setting
 from paper.study import Study
 from paper.text import markdown
 from restorekv.evaluation import report
-from restorekv.evaluation.cell import FULL, Cell
+from restorekv.evaluation.grid import FULL, Cell
 from restorekv.evaluation.report import Points, Section, picture
 from restorekv.evaluation.report.blocks import Block
 from restorekv.evaluation.report.folder import exhibits as exhibits_of

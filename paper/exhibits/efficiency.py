@@ -10,7 +10,7 @@ from paper.study import Study, Tell, read
 from restorekv.compression.compressor import shipped_adapter
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.evaluation import protocols
-from restorekv.evaluation.analysis import efficiency
+from restorekv.evaluation.analysis import cost
 from restorekv.evaluation.analysis.run import label_of
 from restorekv.evaluation.report import efficiency as charts
 from restorekv.evaluation.report import number, table
@@ -41,20 +41,20 @@ def measure(setting: Setting, out: Path, tell: Tell) -> None:
     """At the setting's length."""
     setup, policy = setting.setup, protocols.make("kvpress").prefix_policy
     model, tokenizer = load_model(setup.model, setup.dtype, setup.device)
-    options = efficiency.Options(tokens=setting.efficiency_tokens)
+    options = cost.CostOptions(tokens=setting.efficiency_tokens)
     conventions = CompressionConfig(**{"prefix_policy": policy, **setting.conventions})
-    efficiency.measure(model, tokenizer, out, options, conventions, label(setting), tell)
+    cost.measure(model, tokenizer, out, options, conventions, label(setting), tell)
 
 
 def label(setting: Setting) -> str:
     """Of the file; figures with adapters of random weights are not in the way of later ones."""
-    lacking = [scorer for scorer in efficiency.SCORERS if not shipped_adapter(setting.model, scorer)]
+    lacking = [scorer for scorer in cost.SCORERS if not shipped_adapter(setting.model, scorer)]
     return label_of(setting.model, setting.setup.device, *(["without", *lacking] if lacking else []))
 
 
 def show(setting: Setting, out: Path) -> tuple[list[Block], list[Judged]]:
     """Both panels of the figure, and their figures as tables."""
-    found = read(out / efficiency.FOLDER / f"{label(setting)}.json")
+    found = read(out / cost.FOLDER / f"{label(setting)}.json")
     if found is None:
         return ["Not measured yet."], []
     short = label_of(setting.model, setting.setup.device)

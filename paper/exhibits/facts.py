@@ -13,7 +13,7 @@ from paper.scores import Judged
 from paper.setting import Setting
 from paper.study import Study
 from restorekv import tasks
-from restorekv.evaluation.machine import processor
+from restorekv.evaluation.measure import processor
 from restorekv.evaluation.report import table
 from restorekv.evaluation.report.blocks import Block
 

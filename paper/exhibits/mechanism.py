@@ -17,7 +17,7 @@ from restorekv.compression.compressor import Eviction, load_adapter
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.evaluation import protocols
 from restorekv.evaluation.analysis.attention_mass import profile_divergence
-from restorekv.evaluation.analysis.pool import Pool
+from restorekv.evaluation.analysis.case import DocumentFigures
 from restorekv.evaluation.analysis.run import FOLDER, analyze, label_of
 from restorekv.evaluation.report import Mark, chart, draw, number, table
 from restorekv.evaluation.report.blocks import Block, Chart, Table
@@ -135,13 +135,13 @@ def averages(found: dict, caches: dict, told: dict) -> Table:
     return table("mechanism-averages", "Averages over layers", head, lines, note)
 
 
-def pool(out: Path, label: str, kind: str) -> Pool:
+def pool(out: Path, label: str, kind: str) -> DocumentFigures:
     """Every document's figures, as the analysis left them."""
     lines = list(complete_lines(out / FOLDER / f"{kind}-{label}.jsonl"))[1:]
-    return Pool([line["figures"][RATIO] for line in lines], [line["questions"] for line in lines])
+    return DocumentFigures([line["figures"][RATIO] for line in lines], [line["questions"] for line in lines])
 
 
-def claims(attention: Pool, predictions: Pool) -> list[Judged]:
+def claims(attention: DocumentFigures, predictions: DocumentFigures) -> list[Judged]:
     """Differences between caches, paired by document."""
 
     def mass(x: np.ndarray) -> np.ndarray:
@@ -165,9 +165,13 @@ def claims(attention: Pool, predictions: Pool) -> list[Judged]:
     ]  # fmt: skip
 
 
-def judged(text: str, paper: float, found: Pool, caches: Sequence[str], of: Callable, field: str = "masses") -> Judged:
+def judged(
+    text: str, paper: float, found: DocumentFigures, caches: Sequence[str], of: Callable, field: str = "masses"
+) -> Judged:
     """A statistic of several caches' means, which should be above zero."""
-    both = Pool([{"all": [each[name][field] for name in caches]} for each in found.documents], found.questions)
+    both = DocumentFigures(
+        [{"all": [each[name][field] for name in caches]} for each in found.documents], found.questions
+    )
     with np.errstate(invalid="ignore", divide="ignore"):
         value = float(of(both.mean("all", by_question=True)[None])[0])
         low, high = both.interval(of, "all", by_question=True)

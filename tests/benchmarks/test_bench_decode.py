@@ -13,7 +13,7 @@ from benchmarks.decode import QUESTION, RESTORE, Options, compressed, cut, rando
 from benchmarks.decode_table import answers, tables
 from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.meter import STATUS
+from restorekv.evaluation.measure import STATUS
 from restorekv.model.shape import CacheShape
 
 TINY = {

@@ -16,7 +16,7 @@ from benchmarks import operations
 from benchmarks.compare import Options, middle_of, ratios, run
 from benchmarks.compare_table import tables
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.meter import STATUS, Clock, Peak
+from restorekv.evaluation.measure import STATUS, Peak, TokenTimer
 from restorekv.evaluation.workload import SHAPE, save_tokenizer, text_of
 
 TINY = {
@@ -103,7 +103,7 @@ def test_texts_have_as_many_tokens_as_asked(tmp_path):
 
 
 def test_the_first_tokens_only_warm():
-    clock = Clock()
+    clock = TokenTimer()
     clock.times = [0.0, 9.0, 14.0, 15.0, 18.0, 20.0]
     assert clock.figures() == {"question": 9.0, "token": 2.0, "least": 1.0, "most": 3.0}
 

@@ -11,7 +11,7 @@ from unittest.mock import MagicMock
 import pytest
 import yaml
 
-from restorekv.evaluation.cell import Cell
+from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.kvpress_layout import export
 from restorekv.tasks import Question
 from restorekv.tasks.longbench import TASKS as LONGBENCH

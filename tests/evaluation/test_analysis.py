@@ -9,10 +9,8 @@ import torch
 from transformers import DynamicCache
 
 from restorekv.compression.compressor import Eviction
-from restorekv.evaluation.analysis import attention_mass, divergence, gaze, survivors
-from restorekv.evaluation.analysis.case import Case
-from restorekv.evaluation.analysis.pool import Pool, plain
-from restorekv.evaluation.analysis.words import classes, pieces
+from restorekv.evaluation.analysis import attention_mass, divergence, restore_attention, survivors
+from restorekv.evaluation.analysis.case import Case, DocumentFigures, plain
 from restorekv.evaluation.protocols import PROTOCOLS
 from restorekv.model import attention
 from restorekv.model.prompt import make_context
@@ -82,10 +80,10 @@ class Eager:
 
             handles.append(layer.self_attn.register_forward_pre_hook(put, with_kwargs=True))
         positions = torch.arange(past, past + length)[None]
-        made = self.model(input_ids=ids, past_key_values=cache, position_ids=positions, output_attentions=True)
+        output = self.model(input_ids=ids, past_key_values=cache, position_ids=positions, output_attentions=True)
         for handle in handles:
             handle.remove()
-        return made.logits[0], [weights[0] for weights in made.attentions]
+        return output.logits[0], [weights[0] for weights in output.attentions]
 
 
 def views(case):
@@ -101,10 +99,10 @@ def views(case):
 
 def test_masses_and_divergences_are_those_of_eager_attention(tiny_model, tiny_tokenizer):
     case, eager = make_case(tiny_model, tiny_tokenizer), Eager(tiny_model)
-    found, columns = attention_mass.measure(case), case.prepared.context.positions
+    figures, columns = attention_mass.measure(case), case.prepared.context.positions
     heads, sinks = case.prepared.scores.shape[1], max(case.prepared.context.prefix, 4)
-    expected = {name: [] for name in found}
-    kl = {name: [] for name in found}
+    expected = {name: [] for name in figures}
+    kl = {name: [] for name in figures}
     for prompt in case.prompts:
         rows = {name: eager(case.prepared, *view, prompt)[1] for name, view in views(case).items()}
         for name, layers in rows.items():
@@ -115,28 +113,28 @@ def test_masses_and_divergences_are_those_of_eager_attention(tiny_model, tiny_to
             kl[name].append(
                 [by_hand(rows["full"][i], layers[i], keep[i], heads, sinks, columns) for i in range(len(layers))]
             )
-    for name, told in found.items():
-        np.testing.assert_allclose(told["masses"], np.mean(expected[name], 0), atol=2e-6)
-        np.testing.assert_allclose(np.sum(told["masses"], -1), 1)
+    for name, per_cache in figures.items():
+        np.testing.assert_allclose(per_cache["masses"], np.mean(expected[name], 0), atol=2e-6)
+        np.testing.assert_allclose(np.sum(per_cache["masses"], -1), 1)
         if name != "full":
-            sums, counts = np.array(told["kl_attention"])
+            sums, counts = np.array(per_cache["kl_attention"])
             np.testing.assert_allclose(sums / counts, np.mean(kl[name], 0), rtol=1e-4, atol=1e-7)
 
 
 def by_hand(full, cache, keep, heads, sinks, columns):
     """Mean over query heads of KL(full || cache) over what each holds beyond the sinks."""
-    told = []
+    divergences = []
     for head in range(len(full)):
-        held = [i for i in range(sinks, columns) if keep[head * heads // len(full), i]]
-        p, q = (weights[head, -1, held] / weights[head, -1, held].sum() for weights in (full, cache))
-        told.append(sum(float(a * (a.log() - b.log())) for a, b in zip(p, q, strict=True)))
-    return np.mean(told)
+        kept = [i for i in range(sinks, columns) if keep[head * heads // len(full), i]]
+        p, q = (weights[head, -1, kept] / weights[head, -1, kept].sum() for weights in (full, cache))
+        divergences.append(sum(float(a * (a.log() - b.log())) for a, b in zip(p, q, strict=True)))
+    return np.mean(divergences)
 
 
 def test_next_token_divergences_are_those_of_eager_logits(tiny_model, tiny_tokenizer):
     case, eager = make_case(tiny_model, tiny_tokenizer), Eager(tiny_model)
-    found = divergence.measure(case)
-    expected = {name: [] for name in found}
+    figures = divergence.measure(case)
+    expected = {name: [] for name in figures}
     for prompt, asked in zip(case.prompts, SAMPLE.questions, strict=True):
         ids, answer = prompt, []
         while len(answer) < asked.max_new_tokens and answer[-1:] != [2]:  # EOS
@@ -146,20 +144,21 @@ def test_next_token_divergences_are_those_of_eager_logits(tiny_model, tiny_token
             name: eager(case.prepared, *view, ids)[0][-len(answer) - 1 : -1] for name, view in views(case).items()
         }
         p = logits["full"].softmax(-1)
-        for name in found:
+        for name in figures:
             q = logits[name].softmax(-1)
             forward, backward = (p * (p / q).log()).sum(-1), (q * (q / p).log()).sum(-1)
             same = (p.argmax(-1) == q.argmax(-1)).double()
             rows = torch.stack([forward, backward, (forward + backward) / 2, same], -1)
             expected[name].append([rows[0].tolist(), rows.mean(0).tolist()])
-    for name, told in found.items():
-        np.testing.assert_allclose([told["first"], told["answer"]], np.mean(expected[name], 0), rtol=1e-3, atol=1e-5)
+    for name, per_cache in figures.items():
+        places = [per_cache["first"], per_cache["answer"]]
+        np.testing.assert_allclose(places, np.mean(expected[name], 0), rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("restore_from", ["full", "evicted"])
-def test_the_gaze_is_eager_attention_of_the_restore_pass(tiny_model, tiny_tokenizer, restore_from):
+def test_restore_attention_is_eager_attention_of_the_restore_pass(tiny_model, tiny_tokenizer, restore_from):
     case = make_case(tiny_model, tiny_tokenizer, restore_from)
-    prepared, found = case.prepared, gaze.measure(case)
+    prepared, figures = case.prepared, restore_attention.measure(case)
     later, (layers, heads, tokens) = keeps(prepared, True), prepared.scores.shape
     seen = later if restore_from == "evicted" else torch.ones_like(later)
     rows = eager_restore(case, seen)
@@ -175,17 +174,17 @@ def test_the_gaze_is_eager_attention_of_the_restore_pass(tiny_model, tiny_tokeni
         entropy[layer, token] -= (shares * np.log(shares)).sum() / rows[0].shape[0]
         total[token] += context
     total = total[:, prefix:] / total.sum(-1, keepdims=True)
-    np.testing.assert_allclose(found["masses"], masses, atol=5e-6)
-    np.testing.assert_allclose(found["entropy"], entropy, rtol=1e-4)
+    np.testing.assert_allclose(figures["masses"], masses, atol=5e-6)
+    np.testing.assert_allclose(figures["entropy"], entropy, rtol=1e-4)
     bins = np.floor(np.arange(tokens) * 20 / tokens).astype(int)
     expected = [[total[token, bins == place].sum() for place in range(20)] for token in range(N)]
-    np.testing.assert_allclose(found["histogram"], expected, atol=5e-6)
-    assert found["pairs"] == [int(later[..., sinks:].sum()), layers * heads * (columns - sinks)]
-    assert found["masses"][1] == [[0] * N] * layers if restore_from == "evicted" else np.min(found["masses"][1]) > 0
-    for token, top in enumerate(found["tokens"]):
+    np.testing.assert_allclose(figures["histogram"], expected, atol=5e-6)
+    assert figures["pairs"] == [int(later[..., sinks:].sum()), layers * heads * (columns - sinks)]
+    assert figures["masses"][1] == [[0] * N] * layers if restore_from == "evicted" else np.min(figures["masses"][1]) > 0
+    for token, top in enumerate(figures["tokens"]):
         assert [each["position"] for each in top] == np.argsort(-total[token])[:8].tolist()
         assert top[0]["text"] == tiny_tokenizer.decode([prepared.context.ids[0, prefix + top[0]["position"]]])
-    assert "tokens" not in gaze.measure(replace(case, index=3))
+    assert "tokens" not in restore_attention.measure(replace(case, index=3))
 
 
 def eager_restore(case, seen):
@@ -206,40 +205,42 @@ def eager_restore(case, seen):
 
         handles.append(layer.self_attn.register_forward_pre_hook(put, with_kwargs=True))
     with torch.no_grad(), case.adapter.active():
-        made = decoder(model)(
+        output = decoder(model)(
             inputs_embeds=case.adapter.embeddings[None], past_key_values=cache, output_attentions=True,
             position_ids=torch.arange(past, past + N)[None],
         )  # fmt: skip
     for handle in handles:
         handle.remove()
     model.set_attn_implementation(attention.NAME)
-    return [weights[0].double() for weights in made.attentions]
+    return [weights[0].double() for weights in output.attentions]
 
 
 @pytest.mark.parametrize("policy", ["free", "counted"])
 def test_survivors_are_the_pairs_that_the_caches_hold(tiny_tokenizer, policy):
     case = make_case(build_model("qwen3"), tiny_tokenizer, policy=policy)
-    found, prefix = survivors.measure(case), case.prepared.context.prefix
+    figures, prefix = survivors.measure(case), case.prepared.context.prefix
     layers, heads, tokens = case.prepared.scores.shape
     for name, cache in (("base", case.caches["base"]), ("restored", case.caches["restored"])):
-        held = [
+        columns = [
             [
                 [int(p) - prefix for p in layer.positions[layer.bounds[h] : layer.bounds[h + 1]] if p >= prefix]
                 for h in range(heads)
             ]
             for layer in cache.layers
         ]
-        total = sum(len(head) for layer in held for head in layer)
-        assert found[name]["share_per_layer"] == pytest.approx([sum(map(len, layer)) / total for layer in held])
-        assert found[name]["kept_per_head"] == [pytest.approx([len(head) / tokens for head in layer]) for layer in held]
-        anywhere = {column for layer in held for head in layer for column in head}
-        assert found[name]["forgotten"] == pytest.approx(1 - len(anywhere) / tokens)
-        assert sum(found[name]["classes"][0]) == tokens and sum(found[name]["classes"][1]) == total
-        twentieth = [column * 20 // tokens for layer in held for head in layer for column in head]
+        total = sum(len(head) for layer in columns for head in layer)
+        assert figures[name]["share_per_layer"] == pytest.approx([sum(map(len, layer)) / total for layer in columns])
+        assert figures[name]["kept_per_head"] == [
+            pytest.approx([len(head) / tokens for head in layer]) for layer in columns
+        ]
+        anywhere = {column for layer in columns for head in layer for column in head}
+        assert figures[name]["forgotten"] == pytest.approx(1 - len(anywhere) / tokens)
+        assert sum(figures[name]["classes"][0]) == tokens and sum(figures[name]["classes"][1]) == total
+        twentieth = [column * 20 // tokens for layer in columns for head in layer for column in head]
         sizes = np.bincount(np.arange(tokens) * 20 // tokens)
         expected = np.bincount(twentieth, minlength=20) / sizes / (layers * heads)
-        np.testing.assert_allclose(found[name]["kept_per_position"], expected)
-    both, either = found["overlap"]
+        np.testing.assert_allclose(figures[name]["kept_per_position"], expected)
+    both, either = figures["overlap"]
     assert sum(both) < sum(either) and len(both) == layers
 
 
@@ -247,12 +248,12 @@ def test_classes_of_tokens():
     texts = ["The", " code", " of", " Mar", "ta", " is", " 4", "7b", ".", "\n", " the", " Red", " red", " ?!", " é"]
     kinds = ["other", "other", "other", "name", "name", "other", "number", "number", "punctuation", "other", "other",
              "other", "other", "punctuation", "other"]  # fmt: skip
-    assert classes(texts) == kinds
+    assert survivors.classes(texts) == kinds
 
 
-def test_pieces_join_to_the_text(tiny_tokenizer):
-    text = "who lives in the Red house? Seven"
-    assert "".join(pieces(tiny_tokenizer, tiny_tokenizer.encode(text, add_special_tokens=False))) == text
+def test_pieces_join_to_the_text(tiny_model, tiny_tokenizer):
+    case = make_case(tiny_model, tiny_tokenizer)
+    assert "".join(case.pieces) == TEXT
 
 
 def test_pooled_attention_by_hand():
@@ -262,17 +263,17 @@ def test_pooled_attention_by_hand():
         {"masses": [[0.6, 0.1, 0.0, 0.3], [0.2, 0.1, 0.0, 0.7]], "kl_attention": [[1.0, 0.0], [2.0, 0.0]]},
         {"masses": [[0.0006, 0.5, 0.0, 0.4994], [0.0002, 0.5, 0.0, 0.4998]], "kl_attention": [[0.0, 0.0], [2.0, 0.0]]},
     ]
-    told = attention_mass.pooled(Pool([{"full": full, "base": each} for each in base], [1, 3]))["caches"]
-    assert told["full"]["context"] == [0.4, 0.4] and told["full"]["layers_below"] == 0
-    assert told["base"]["context"] == pytest.approx([(0.6 + 3 * 0.0006) / 4, (0.2 + 3 * 0.0002) / 4])
-    assert told["base"]["average"]["sinks"] == pytest.approx(0.4)
-    assert told["base"]["kl_profile"] == pytest.approx(0.5 * np.log(0.5 / 0.75) + 0.5 * np.log(0.5 / 0.25), rel=1e-4)
-    assert told["base"]["kl_profile_backward"] == pytest.approx(0.75 * np.log(1.5) + 0.25 * np.log(0.5), rel=1e-4)
-    assert told["base"]["kl_attention"] == pytest.approx(1 / 8)  # 1 / 4 of a sum of 1, over 2 heads
-    assert told["base"]["kl_attention_per_layer"] == [pytest.approx(1 / 8), None]
-    low, high = told["base"]["context_interval"]
+    caches = attention_mass.pooled(DocumentFigures([{"full": full, "base": each} for each in base], [1, 3]))["caches"]
+    assert caches["full"]["context"] == [0.4, 0.4] and caches["full"]["layers_below"] == 0
+    assert caches["base"]["context"] == pytest.approx([(0.6 + 3 * 0.0006) / 4, (0.2 + 3 * 0.0002) / 4])
+    assert caches["base"]["average"]["sinks"] == pytest.approx(0.4)
+    assert caches["base"]["kl_profile"] == pytest.approx(0.5 * np.log(0.5 / 0.75) + 0.5 * np.log(0.5 / 0.25), rel=1e-4)
+    assert caches["base"]["kl_profile_backward"] == pytest.approx(0.75 * np.log(1.5) + 0.25 * np.log(0.5), rel=1e-4)
+    assert caches["base"]["kl_attention"] == pytest.approx(1 / 8)  # 1 / 4 of a sum of 1, over 2 heads
+    assert caches["base"]["kl_attention_per_layer"] == [pytest.approx(1 / 8), None]
+    low, high = caches["base"]["context_interval"]
     assert (low, high) == (pytest.approx(0.0004), pytest.approx(0.4))
-    assert told["base"]["kl_profile_interval"] == pytest.approx([0.143841] * 2)  # both documents have one profile
+    assert caches["base"]["kl_profile_interval"] == pytest.approx([0.143841] * 2)  # both documents have one profile
 
 
 def test_a_layer_without_context_leaves_the_forward_divergence_undefined():
@@ -280,14 +281,14 @@ def test_a_layer_without_context_leaves_the_forward_divergence_undefined():
         "full": {"masses": [[0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0]]},
         "base": {"masses": [[0.5, 0.5, 0, 0], [0.0, 1.0, 0, 0]], "kl_attention": [[0.0, 0.0], [2.0, 0.0]]},
     }]  # fmt: skip
-    told = attention_mass.pooled(Pool(documents, [1]))["caches"]["base"]
-    assert told["kl_profile"] is None and told["kl_profile_interval"] == [None, None]
-    assert told["kl_profile_backward"] == pytest.approx(np.log(2), rel=1e-5) and told["layers_below"] == 1
+    base = attention_mass.pooled(DocumentFigures(documents, [1]))["caches"]["base"]
+    assert base["kl_profile"] is None and base["kl_profile_interval"] == [None, None]
+    assert base["kl_profile_backward"] == pytest.approx(np.log(2), rel=1e-5) and base["layers_below"] == 1
 
 
 def test_the_pools_interval_is_that_of_a_bootstrap_over_documents():
     values = np.random.default_rng(0).random(300)
-    pool = Pool([{"a": {"b": value}} for value in values], [1] * 300)
+    pool = DocumentFigures([{"a": {"b": value}} for value in values], [1] * 300)
     low, high = pool.interval(lambda x: x, "a", "b")
     half = 1.96 * values.std(ddof=1) / 300**0.5
     assert (low, high) == (
@@ -299,7 +300,7 @@ def test_the_pools_interval_is_that_of_a_bootstrap_over_documents():
 
 def test_the_interval_weighs_as_the_mean_does():
     values = np.arange(400) / 400
-    pool = Pool([{"a": value} for value in values], [1 + 9 * (value > 0.5) for value in values])
+    pool = DocumentFigures([{"a": value} for value in values], [1 + 9 * (value > 0.5) for value in values])
     for by_question in (False, True):
         low, high = pool.interval(lambda x: x, "a", by_question=by_question)
         mean = pool.mean("a", by_question=by_question)

@@ -11,10 +11,10 @@ from restorekv.cli.analyze import WHAT, choose
 from restorekv.compression.compressor import Eviction
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.analysis import compress_side, efficiency
-from restorekv.evaluation.analysis.latency import latencies, random_prepared
+from restorekv.evaluation.analysis import compress_cost, cost
 from restorekv.evaluation.analysis.run import ANALYSES, analyze, label_of
 from restorekv.evaluation.protocols import PROTOCOLS
+from restorekv.evaluation.report.analyses import sections
 from restorekv.model.load import load_model
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tasks import Benchmark, Question, Sample
@@ -69,7 +69,7 @@ def test_an_interrupted_run_goes_on(world, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         analyze(*world, KVPRESS, Three(), [0.2, "0.4"], tmp_path / "cut", progress=stop)
     assert not figures(tmp_path / "cut")
-    journal = next((tmp_path / "cut" / "analysis").glob("gaze-*.jsonl"))
+    journal = next((tmp_path / "cut" / "analysis").glob("restore_attention-*.jsonl"))
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(b"".join(lines[:2]) + lines[2][: len(lines[2]) // 2])  # killed while it wrote a line
     analyze(*world, KVPRESS, Three(), [0.2, "0.4"], tmp_path / "cut")
@@ -84,14 +84,28 @@ def test_an_interrupted_run_goes_on(world, tmp_path, monkeypatch):
 def test_files_say_what_they_were_made_with(world, tmp_path):
     paths = analyze(*world, KVPRESS, Three(), ["0.2"], tmp_path, label="mine")
     assert [path.name for path in paths] == [f"{name}-mine.json" for name in ANALYSES]
-    for path, made in figures(tmp_path).items():
-        assert {"fingerprint", "dtype", "rope", "prefix_policy", "versions", "benchmark", "data"} <= made[
+    for path, stored in figures(tmp_path).items():
+        assert {"fingerprint", "dtype", "rope", "prefix_policy", "versions", "benchmark", "data"} <= stored[
             "conventions"
         ].keys()
-        assert made["conventions"]["method"] == "knorm" and made["conventions"]["adapter"]["hash"]
-        assert (made["documents"], made["questions"], list(made["figures"])) == (3, 6, ["0.2"])
-        assert made["analysis"] == path.partition("-")[0] and made["definitions"]
-        assert "NaN" not in json.dumps(made) and "Infinity" not in json.dumps(made)
+        assert stored["conventions"]["method"] == "knorm" and stored["conventions"]["adapter"]["hash"]
+        assert (stored["documents"], stored["questions"], list(stored["figures"])) == (3, 6, ["0.2"])
+        assert stored["analysis"] == path.partition("-")[0] and stored["definitions"]
+        assert "NaN" not in json.dumps(stored) and "Infinity" not in json.dumps(stored)
+
+
+def test_files_of_the_earlier_name_are_continued_and_reported(world, tmp_path, monkeypatch):
+    """restore_attention was called gaze."""
+    [new] = analyze(*world, KVPRESS, Three(), ["0.2"], tmp_path, ["restore_attention"], "mine")
+    before, titles = json.loads(new.read_text()), [section.title for section in sections(tmp_path)]
+    old = new.with_name("gaze-mine.json")
+    new.with_suffix(".jsonl").rename(old.with_suffix(".jsonl"))
+    new.unlink()
+    monkeypatch.setattr(Eviction, "prepare", None)  # nothing is measured again
+    assert analyze(*world, KVPRESS, Three(), ["0.2"], tmp_path, ["restore_attention"], "mine") == [old]
+    assert json.loads(old.read_text()) == before
+    old.write_text(json.dumps(before | {"analysis": "gaze"}))
+    assert [section.title for section in sections(tmp_path)] == titles and len(titles) == 1
 
 
 @pytest.mark.parametrize("change", ["ratio", "evictor", "benchmark"])
@@ -107,11 +121,12 @@ def test_other_settings_do_not_mix(world, tmp_path, change):
 def test_without_an_adapter_there_is_no_restored_cache(world, tmp_path):
     model, tokenizer, eviction = world
     analyze(model, tokenizer, replace(eviction, adapter=None), KVPRESS, Three(), ["0.2"], tmp_path)
-    made = figures(tmp_path)
-    assert sorted(each["analysis"] for each in made.values()) == ["attention", "divergence", "survivors"]
-    told = {each["analysis"]: each["figures"]["0.2"] for each in made.values()}
-    assert list(told["attention"]["caches"]) == ["full", "base"] and list(told["divergence"]["caches"]) == ["base"]
-    assert list(told["survivors"]) == ["caches"]
+    stored = figures(tmp_path)
+    assert sorted(each["analysis"] for each in stored.values()) == ["attention", "divergence", "survivors"]
+    by_analysis = {each["analysis"]: each["figures"]["0.2"] for each in stored.values()}
+    assert list(by_analysis["attention"]["caches"]) == ["full", "base"]
+    assert list(by_analysis["divergence"]["caches"]) == ["base"]
+    assert list(by_analysis["survivors"]) == ["caches"]
 
 
 def test_the_protocol_decides_settings_and_questions(world, tmp_path):
@@ -119,10 +134,11 @@ def test_the_protocol_decides_settings_and_questions(world, tmp_path):
     eviction = Eviction.make("kvzip")
     for name in PROTOCOLS:
         analyze(model, tokenizer, eviction, PROTOCOLS[name], Three(), ["0.2"], tmp_path / name, ["attention"])
-    found = {name: next(iter(figures(tmp_path / name).values())) for name in PROTOCOLS}
-    assert found["kvpress"]["conventions"]["method"] == "kvzip" and found["kvzip"]["conventions"]["protocol"] == "kvzip"
-    assert "chunk=2000" in found["kvzip"]["conventions"]["method"]
-    asked = [found[name]["figures"]["0.2"]["caches"]["full"]["question"] for name in PROTOCOLS]
+    by_protocol = {name: next(iter(figures(tmp_path / name).values())) for name in PROTOCOLS}
+    assert by_protocol["kvpress"]["conventions"]["method"] == "kvzip"
+    assert by_protocol["kvzip"]["conventions"]["protocol"] == "kvzip"
+    assert "chunk=2000" in by_protocol["kvzip"]["conventions"]["method"]
+    asked = [by_protocol[name]["figures"]["0.2"]["caches"]["full"]["question"] for name in PROTOCOLS]
     assert asked[0] != asked[1]  # "Q: " and another tokenisation
 
 
@@ -131,11 +147,12 @@ def test_labels_are_names_of_files():
     assert label_of("/models/Qwen3-4B/", "snapkv:window=64,kernel=5") == "Qwen3-4B-snapkv-window=64-kernel=5"
 
 
-@pytest.mark.parametrize("what", ["best", "", "gaze,best"])
+@pytest.mark.parametrize("what", ["best", "", "restore_attention,best"])
 def test_unknown_analyses_are_refused(what):
     with pytest.raises(RestoreKVError, match="give some of"):
         choose(what)
-    assert choose("gaze, attention") == ["attention", "gaze"] and choose(",".join(WHAT)) == list(WHAT)
+    assert choose("restore_attention, attention") == choose("attention,gaze") == ["attention", "restore_attention"]
+    assert choose(",".join(WHAT)) == list(WHAT)
 
 
 @pytest.fixture(scope="module")
@@ -154,20 +171,20 @@ def in_process(model, options, conventions, scorer, restored):
         "conventions": conventions.described(), "folder": str(model.config.name_or_path),
     }  # fmt: skip
     with torch.no_grad():
-        return compress_side.measure(job)
+        return compress_cost.measure(job)
 
 
 def test_efficiency_compares_base_and_restored(saved, tmp_path, monkeypatch):
-    monkeypatch.setattr(efficiency, "apart", in_process)
+    monkeypatch.setattr(cost, "compression_apart", in_process)
     model, tokenizer = load_model(str(saved))
-    options = efficiency.Options(("knorm", "kvzap"), 128, "0.2", ("1", "0.2"), repeat=2, steps=3)
+    options = cost.CostOptions(("knorm", "kvzap"), 128, "0.2", ("1", "0.2"), repeat=2, steps=3)
     heard = []
-    path = efficiency.measure(
-        model, tokenizer, tmp_path, options, CompressionConfig(), "mine", lambda *told: heard.append(told)
+    path = cost.measure(
+        model, tokenizer, tmp_path, options, CompressionConfig(), "mine", lambda *update: heard.append(update)
     )
-    made = json.loads(path.read_text())
+    stored = json.loads(path.read_text())
     assert path == tmp_path / "efficiency" / "mine.json" and heard[-1][:2] == (5, 5)
-    rows = made["compression"]
+    rows = stored["compression"]
     assert [(row["evictor"], row["restored"]) for row in rows] == [
         (name, restored) for name in ("knorm", "kvzap") for restored in (False, True)
     ]
@@ -178,17 +195,17 @@ def test_efficiency_compares_base_and_restored(saved, tmp_path, monkeypatch):
         assert row["gate"] == ("random" if row["evictor"] == "kvzap" else None)
     seconds = rows[1]["seconds"]
     expected = seconds["restore"] / (seconds["total"] - seconds["restore"])
-    assert made["overhead"]["knorm"]["share"] == pytest.approx(expected)
-    assert made["overhead"]["knorm"]["peak"] == rows[1]["peak"] - rows[0]["peak"]
-    assert made["latency_ratio"].keys() == {"1", "0.2"} and made["conventions"]["latency_context"] == "prefill"
-    assert efficiency.measure(model, tokenizer, tmp_path, options, CompressionConfig(), "mine") == path
+    assert stored["overhead"]["knorm"]["share"] == pytest.approx(expected)
+    assert stored["overhead"]["knorm"]["peak"] == rows[1]["peak"] - rows[0]["peak"]
+    assert stored["latency_ratio"].keys() == {"1", "0.2"} and stored["conventions"]["latency_context"] == "prefill"
+    assert cost.measure(model, tokenizer, tmp_path, options, CompressionConfig(), "mine") == path
     with pytest.raises(RestoreKVError, match="was made with tokens 128"):
-        efficiency.measure(model, tokenizer, tmp_path, replace(options, tokens=256), CompressionConfig(), "mine")
+        cost.measure(model, tokenizer, tmp_path, replace(options, tokens=256), CompressionConfig(), "mine")
 
 
 def test_base_and_restored_caches_hold_the_same(tiny_model, tiny_tokenizer):
-    prepared = random_prepared(tiny_model, tiny_tokenizer, 100, 3, CompressionConfig())
-    rows = latencies(prepared, ["1", "0.1"], 2)
+    prepared = cost.random_prepared(tiny_model, tiny_tokenizer, 100, 3, CompressionConfig())
+    rows = cost.latencies(prepared, ["1", "0.1"], 2)
     layers, heads, tokens = prepared.scores.shape
     for base, restored, ratio in zip(rows[::2], rows[1::2], (1, 0.1), strict=True):
         assert base["pairs"] == restored["pairs"] == round(ratio * tokens + prepared.context.prefix) * layers * heads
@@ -199,46 +216,46 @@ def test_base_and_restored_caches_hold_the_same(tiny_model, tiny_tokenizer):
 
 
 def test_memory_of_a_gpu_is_the_allocators(monkeypatch):
-    told = {"memory_allocated": 100, "max_memory_allocated": 350, "synchronize": None, "reset_peak_memory_stats": None}
-    for name, value in told.items():
+    fakes = {"memory_allocated": 100, "max_memory_allocated": 350, "synchronize": None, "reset_peak_memory_stats": None}
+    for name, value in fakes.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    found = {}
-    with compress_side.memory(torch.device("cuda"), found):
+    figures = {}
+    with compress_cost.memory(torch.device("cuda"), figures):
         pass
-    assert found == {"peak": 250}
+    assert figures == {"peak": 250}
 
 
 def test_memory_of_a_process_counts_what_is_held():
-    found = {}
-    with compress_side.memory(torch.device("cpu"), found):
-        held = torch.ones(1 << 22)
-        del held
-    if found["peak"] is not None:
-        assert 15 << 20 <= found["peak"] < 20 << 20
+    figures = {}
+    with compress_cost.memory(torch.device("cpu"), figures):
+        block = torch.ones(1 << 22)
+        del block
+    if figures["peak"] is not None:
+        assert 15 << 20 <= figures["peak"] < 20 << 20
 
 
 @pytest.mark.parametrize("wrong", [{"tokens": 3}, {"repeat": 0}, {"ratio": "0"}, {"latency_context": "none"}])
 def test_wrong_options_are_refused(wrong):
     with pytest.raises(RestoreKVError):
-        efficiency.Options(**wrong)
+        cost.CostOptions(**wrong)
 
 
 def test_the_command_writes_every_file(saved, tmp_path):
     command = ["analyze", "--out", str(tmp_path), "--model", str(saved), "--evictor", "knorm@none",
                "--benchmark", "bundled:count=1,low=200,high=210", "--what", "survivors,gaze,attention"]  # fmt: skip
     done = cli(*command)
-    assert done.code == 0 and "gaze is left out" in done.err, done
+    assert done.code == 0 and "restore_attention is left out" in done.err, done
     label = label_of(str(saved), "knorm")
     assert sorted(figures(tmp_path)) == [f"attention-{label}.json", f"survivors-{label}.json"]
     refused = cli(*command, "--evictor", "am-fast")
-    assert refused.code == 1 and "no evictor" in refused.err and refused.err.count("\n") == 1
+    assert refused.code == 1 and "not an evictor" in refused.err and refused.err.count("\n") == 1
 
 
 @pytest.mark.slow
 def test_a_measurement_runs_in_a_process_of_its_own(saved):
     model, _ = load_model(str(saved))
-    options = efficiency.Options(("knorm",), 128, "0.2", repeat=1)
-    found = efficiency.apart(model, options, CompressionConfig(), "knorm", True)
-    assert found["adapter"] == "random" and found["seconds"]["total"] > 0
+    options = cost.CostOptions(("knorm",), 128, "0.2", repeat=1)
+    row = cost.compression_apart(model, options, CompressionConfig(), "knorm", True)
+    assert row["adapter"] == "random" and row["seconds"]["total"] > 0
     with pytest.raises(RestoreKVError, match="restore tokens do not fit"):
-        efficiency.apart(model, replace(options, ratio="0.01"), CompressionConfig(), "knorm", True)
+        cost.compression_apart(model, replace(options, ratio="0.01"), CompressionConfig(), "knorm", True)

@@ -1,14 +1,18 @@
-"""The demo: what is shown of a document, by a random model without adapters and by hand."""
+"""The demo: its tables, from a random model without adapters and made by hand, and that it loads a model once."""
 
 import io
 
 from rich.console import Console
 
+from restorekv.cli import demo as cli_demo
+from restorekv.cli import session
+from restorekv.evaluation import worker
 from restorekv.evaluation.demo import (
     STORIES,
     STORY,
     WORLD,
     Answered,
+    Show,
     answers_table,
     document,
     seconds_table,
@@ -17,6 +21,7 @@ from restorekv.evaluation.demo import (
 )
 from restorekv.model.load import load_tokenizer
 from restorekv.tasks import Question, Sample
+from tests.helpers.cli_world import cli
 from tests.helpers.models import build_model
 
 SAMPLE = Sample(
@@ -32,18 +37,19 @@ def printed(table) -> str:
 
 
 def test_every_cache_answers_the_same_questions(tiny_tokenizer):
-    tokens, found = side_by_side(build_model("qwen3"), tiny_tokenizer, SAMPLE, {"knorm": None}, (0.5, 0.25))
-    assert [each.title for each in found] == ["full cache", "Knorm, r = 0.5", "Knorm, r = 0.25"]
-    assert all(len(each.answers) == 2 for each in found) and tokens > 20
-    assert found[0].nbytes > found[1].nbytes > found[2].nbytes
-    assert set(found[0].seconds) == {"prefill", "ask"} and set(found[1].seconds) == {"prefill", "score", "evict", "ask"}
+    tokens, answers = side_by_side(build_model("qwen3"), tiny_tokenizer, SAMPLE, {"knorm": None}, (0.5, 0.25))
+    assert [each.title for each in answers] == ["full cache", "Knorm, r = 0.5", "Knorm, r = 0.25"]
+    assert all(len(each.answers) == 2 for each in answers) and tokens > 20
+    assert answers[0].nbytes > answers[1].nbytes > answers[2].nbytes
+    assert set(answers[0].seconds) == {"prefill", "ask"}
+    assert set(answers[1].seconds) == {"prefill", "score", "evict", "ask"}
 
 
 def test_the_tables_show_questions_answers_bytes_and_seconds():
-    found = [Answered("full cache", 1000, ["he", "x"], {"ask": 0.5, "prefill": 2.0})]
-    shown = printed(answers_table(SAMPLE, 60, found))
+    answers = [Answered("full cache", 1000, ["he", "x"], {"ask": 0.5, "prefill": 2.0})]
+    shown = printed(answers_table(SAMPLE, 60, answers))
     assert "who is it?" in shown and "Question:" not in shown and "he / she" in shown and "1,000" in shown
-    assert printed(seconds_table(found)).index("prefill") < printed(seconds_table(found)).index("ask")
+    assert printed(seconds_table(answers)).index("prefill") < printed(seconds_table(answers)).index("ask")
 
 
 def test_each_model_is_shown_what_it_can_read():
@@ -52,3 +58,16 @@ def test_each_model_is_shown_what_it_can_read():
     assert len(document("bundled", tokenizer).questions) == 3
     story = document("smollm2", tokenizer)
     assert story.id.startswith(STORY) and story.questions
+
+
+def test_the_demo_loads_its_model_once(monkeypatch):
+    show = Show("bundled:low=100,high=160", ("knorm",), ("0.5",), (0.5,), 1)
+    monkeypatch.setattr(cli_demo, "show_for", lambda model: show)
+    monkeypatch.setattr(cli_demo, "document", lambda *_: SAMPLE)
+    loads, load_model = [], worker.load_model
+    for module in (session, worker):
+        monkeypatch.setattr(module, "load_model", lambda *given: loads.append(given) or load_model(*given))
+    worker.opened_model.cache_clear()
+    demo = cli("demo", "--model", "tiny")
+    assert demo.code == 0 and "full cache" in demo.out, demo
+    assert len(loads) == 1

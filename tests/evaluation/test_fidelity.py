@@ -81,14 +81,14 @@ def test_divergences_are_those_of_a_masked_pass(world, tmp_path):
     for result in done[1:]:
         how = {"evictor": result.cell.evictor, "ratio": result.cell.ratio, "adapter": None}
         for sample, full, line in zip(samples, whole, result.lines, strict=True):
-            made = compress(model, tokenizer, sample.context, prefix_policy="counted", between="", **how)
-            prompts = [question_ids(tokenizer, made.context, asked.text)[0] for asked in sample.questions]
+            small = compress(model, tokenizer, sample.context, prefix_policy="counted", between="", **how)
+            prompts = [question_ids(tokenizer, small.context, asked.text)[0] for asked in sample.questions]
             answers = answer_ids(model, tokenizer, full.cache, prompts, 4, first_may_stop=False)
-            for prompt, answer, told in zip(prompts, answers, line["answers"], strict=True):
-                ids = torch.cat([made.context.ids[0], prompt, answer])
-                pair = [masked_logits(path, ids, len(answer), made.context.positions, c) for c in (None, made.cache)]
-                assert told["kl"] == pytest.approx(kl(*pair), rel=1e-3, abs=1e-5)
-                assert told["answer_tokens"] == len(answer) and told["kl"] > 1e-3
+            for prompt, answer, recorded in zip(prompts, answers, line["answers"], strict=True):
+                ids = torch.cat([small.context.ids[0], prompt, answer])
+                pair = [masked_logits(path, ids, len(answer), small.context.positions, c) for c in (None, small.cache)]
+                assert recorded["kl"] == pytest.approx(kl(*pair), rel=1e-3, abs=1e-5)
+                assert recorded["answer_tokens"] == len(answer) and recorded["kl"] > 1e-3
 
 
 def test_a_restored_cache_is_given_the_same_ids_behind_its_restore_tokens(world, tmp_path):
@@ -103,10 +103,10 @@ def test_a_restored_cache_is_given_the_same_ids_behind_its_restore_tokens(world,
         for ratio, adapter in ((1, None), ("0.4", str(world / "adapter")))
     )
     assert small.cache.restore == 3
-    for asked, told in zip(sample.questions, result.lines[0]["answers"], strict=True):
+    for asked, recorded in zip(sample.questions, result.lines[0]["answers"], strict=True):
         prompt = question_ids(tokenizer, full.context, asked.text)[0]
         (answer,) = answer_ids(model, tokenizer, full.cache, [prompt], 4, first_may_stop=False)
-        found = []
+        logits_of_both = []
         for cache, first in ((full.cache.fork(), 0), (small.cache.fork(), 3)):
             logits, position = [], full.context.positions + first
             for index, token in enumerate([*prompt.tolist(), *answer.tolist()][:-1]):
@@ -115,8 +115,8 @@ def test_a_restored_cache_is_given_the_same_ids_behind_its_restore_tokens(world,
                 )
                 position += 1
                 logits += [output.logits[0, -1].double()] if index >= len(prompt) - 1 else []
-            found.append(torch.stack(logits).detach())
-        assert told["kl"] == pytest.approx(kl(*found), rel=1e-3, abs=1e-5)
+            logits_of_both.append(torch.stack(logits).detach())
+        assert recorded["kl"] == pytest.approx(kl(*logits_of_both), rel=1e-3, abs=1e-5)
 
 
 @pytest.mark.parametrize("protocol", ["kvpress", "kvzip"])
@@ -126,7 +126,7 @@ def test_the_full_cache_is_faithful_to_itself(world, tmp_path, protocol):
     assert full["kl"] == full["kl_high"] == 0 and full["same"] == 100 and full["answer_tokens"] > 0
     assert same["kl"] == pytest.approx(0, abs=1e-6) and same["same"] == 100, "r = 1 loses nothing"
     assert 0 < small["kl_low"] <= small["kl"] <= small["kl_high"] and small["answer_tokens"] == full["answer_tokens"]
-    texts = [[told["prediction"] for line in result.lines for told in line["answers"]] for result in done]
+    texts = [[answer["prediction"] for line in result.lines for answer in line["answers"]] for result in done]
     assert small["same"] == pytest.approx(100 * np.mean([a == b for a, b in zip(texts[0], texts[2], strict=True)]))
 
 

@@ -10,7 +10,7 @@ import yaml
 
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import kvpress_layout
-from restorekv.evaluation.cell import Cell
+from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.kvpress_layout import export
 from restorekv.evaluation.results import SUMMARY
 from restorekv.tasks import Question
@@ -47,13 +47,13 @@ def test_the_leaderboard_reads_a_whole_run(tmp_path, monkeypatch):
     for each in cells:
         finished(tmp_path, each, ASKED, **OFFICIAL)
     export(tmp_path)
-    found = leaderboard.read(tmp_path / "kvpress")
-    told = {(line["method"], line["compression_ratio"]) for line in found.values()}
-    assert told == {("no_press", 0.0), ("kvzip", 0.95), ("kvzip_plus", 0.88), ("RestoreKV", 0.95)}
-    for line in found.values():
+    shown = leaderboard.read(tmp_path / "kvpress")
+    entries = {(line["method"], line["compression_ratio"]) for line in shown.values()}
+    assert entries == {("no_press", 0.0), ("kvzip", 0.95), ("kvzip_plus", 0.88), ("RestoreKV", 0.95)}
+    for line in shown.values():
         assert (line["dataset"], line["data_dir"], line["model"]) == ("ruler", "4096", QWEN)
         assert line["score"] == pytest.approx((50 + 66.67 + 100) / 3, abs=0.01)
-    assert "ruler__4096__Qwen--Qwen3-8B__kvzip_plus__0.88" in found
+    assert "ruler__4096__Qwen--Qwen3-8B__kvzip_plus__0.88" in shown
 
 
 def test_the_files_are_kvpresss(tmp_path):
@@ -110,7 +110,7 @@ def test_writing_again_changes_nothing_and_mends_what_is_unfinished(tmp_path):
     (place / "predictions.csv").write_text("half")
     assert export(tmp_path) == [place]
     assert {file.name: file.read_bytes() for file in place.iterdir()} == {
-        name: told for name, (told, _) in before.items()
+        name: content for name, (content, _) in before.items()
     }
 
 

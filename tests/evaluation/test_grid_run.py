@@ -13,8 +13,7 @@ from restorekv.compression.generate import answer_ids, answer_text, stop_ids
 from restorekv.compression.streaming import Stream
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import results, worker
-from restorekv.evaluation.cell import Cell
-from restorekv.evaluation.job import jobs
+from restorekv.evaluation.grid import Cell, jobs
 from restorekv.evaluation.rows import rows
 from restorekv.evaluation.run import LOCK, run
 from restorekv.evictors.kvzip import KVzip
@@ -104,13 +103,13 @@ def test_answers_are_those_of_compress(world, tmp_path):
             "on_small_budget": "fewer",
         }
         for sample, line in zip(samples, result.lines, strict=True):
-            made = compress(model, tokenizer, sample.context, ratio=cell.ratio, between="", **how)
-            prompts = [question_ids(tokenizer, made.context, asked.text) for asked in sample.questions]
-            found = answer_ids(model, tokenizer, made.cache, prompts, 4, first_may_stop=False)
-            said = [answer_text(tokenizer, ids.tolist(), stops) for ids in found]
-            assert [told["prediction"] for told in line["answers"]] == said
-            assert line["pairs_with_prefix"] == made.cache.pairs and line["bytes"] == made.cache.nbytes
-            assert line["restore_tokens"] == made.cache.restore == (3 if cell.restored else 0)
+            compressed = compress(model, tokenizer, sample.context, ratio=cell.ratio, between="", **how)
+            prompts = [question_ids(tokenizer, compressed.context, asked.text) for asked in sample.questions]
+            ids_of_answers = answer_ids(model, tokenizer, compressed.cache, prompts, 4, first_may_stop=False)
+            said = [answer_text(tokenizer, ids.tolist(), stops) for ids in ids_of_answers]
+            assert [answer["prediction"] for answer in line["answers"]] == said
+            assert line["pairs_with_prefix"] == compressed.cache.pairs and line["bytes"] == compressed.cache.nbytes
+            assert line["restore_tokens"] == compressed.cache.restore == (3 if cell.restored else 0)
 
 
 @pytest.mark.filterwarnings("ignore:The adapter learned to read full caches")
@@ -123,7 +122,7 @@ def test_storage_and_streaming_are_fields_of_a_cell(world, counted, tmp_path, mo
     assert counted == {"prefill": 1, "score": 1, "restore": 1}
     streamed = [replace(cell, streaming=20, storage=storage) for storage in ("model", "fp8") for cell in plain]
     passes, real = [], Stream.run
-    monkeypatch.setattr(Stream, "run", lambda self, chunk: passes.append(chunk) or real(self, chunk))
+    monkeypatch.setattr(Stream, "run", lambda self: passes.append(self.source.streaming) or real(self))
     done = run(streamed, tmp_path)
     assert passes == [20, 20], "one alone and one restored, which serve both storages"
     (sample,) = Plain(contexts=1).samples(tokenizer, "kvpress")
@@ -133,10 +132,10 @@ def test_storage_and_streaming_are_fields_of_a_cell(world, counted, tmp_path, mo
             key: getattr(cell, key)
             for key in ("evictor", "adapter", "ratio", "storage", "streaming", "on_small_budget")
         }
-        made = compress(model, tokenizer, sample.context, prefix_policy="counted", between="", **how)
-        assert made.manifest.streaming == 20 and made.cache.nbytes == line["bytes"]
-        told = made.ask([question.text for question in sample.questions], max_new_tokens=4)
-        assert [answer["prediction"].strip() for answer in line["answers"]] == [text.strip() for text in told]
+        compressed = compress(model, tokenizer, sample.context, prefix_policy="counted", between="", **how)
+        assert compressed.manifest.streaming == 20 and compressed.cache.nbytes == line["bytes"]
+        texts = compressed.ask([question.text for question in sample.questions], max_new_tokens=4)
+        assert [answer["prediction"].strip() for answer in line["answers"]] == [text.strip() for text in texts]
     labels = {row["label"] for row in rows(results.load(tmp_path)) if not row["restored"]}
     assert labels == {"", "int8", *(f"streamed 20 tokens at a time{more}" for more in ("", ", fp8"))}
 
@@ -213,13 +212,13 @@ def test_only_the_cells_that_lack_a_context_are_asked(world, tmp_path, monkeypat
     (first.folder / results.SUMMARY).unlink()
     answers = first.folder / results.ANSWERS
     answers.write_bytes(answers.read_bytes().splitlines(keepends=True)[0])
-    asked, real = [], worker.Worker.told
+    asked, real = [], worker.Worker.scored
 
-    def told(self, sample, *given):
+    def scored(self, sample, *given):
         asked.append(sample.id)
         return real(self, sample, *given)
 
-    monkeypatch.setattr(worker.Worker, "told", told)
+    monkeypatch.setattr(worker.Worker, "scored", scored)
     run(cells, tmp_path)
     assert asked == ["1"]
 
@@ -276,9 +275,9 @@ def test_another_adapter_of_the_same_name_is_refused(world, tmp_path):
     place, model = tmp_path / "adapter", build_model("qwen3")
     cells = grid(model_of(world), "plain", adapters=(str(place),))
     for seed in (0, 1):
-        made = RestoreAdapter.create(model, 3, rank=2, seed=seed)
-        made.describe(evictor="kvzip", prefix_policy="counted", ratio_range=(0.1, 0.9))
-        made.save_pretrained(place)
+        adapter = RestoreAdapter.create(model, 3, rank=2, seed=seed)
+        adapter.describe(evictor="kvzip", prefix_policy="counted", ratio_range=(0.1, 0.9))
+        adapter.save_pretrained(place)
         if seed == 0:
             run(cells, tmp_path / "run")
     with pytest.raises(RestoreKVError, match="was made with adapter") as raised:
@@ -341,12 +340,12 @@ def test_what_cannot_stream_is_refused_before_anything_is_asked(world, tmp_path)
 def test_cells_of_older_runs_are_found_again(tmp_path):
     """A name from before `storage` and `streaming` were fields, and a cell.json without them."""
     cell = Cell("bundled", "bundled:count=104", "am-fast", "0.05", prefix_policy="free", on_small_budget="fewer")
-    told = {key: value for key, value in vars(cell).items() if key not in ("storage", "streaming")}
+    stored = {key: value for key, value in vars(cell).items() if key not in ("storage", "streaming")}
     name = "bundled_bundled-count=104_kvpress_am-fast_alone_0.05_1a6eb557"
     assert cell.name == name
     place = tmp_path / results.CELLS / name
     place.mkdir(parents=True)
-    (place / results.CELL).write_text(json.dumps({"cell": told, "facts": {}}))
+    (place / results.CELL).write_text(json.dumps({"cell": stored, "facts": {}}))
     assert results.opened(tmp_path, cell, {}).cell == cell
     assert results.opened(tmp_path, replace(cell, storage="int8"), {}).folder != place
 
@@ -378,7 +377,7 @@ def test_cells_of_earlier_versions_keep_their_names():
         "restore_tokens": None, "protocol": "kvpress", "prefix_policy": "free", "on_tight": "fewer",
         "allocation": "global", "restore_from": "full", "offset": 0, "max_context": 0, "dtype": "auto",
     }  # fmt: skip
-    cell = Cell.parse(held)
+    cell = Cell.from_dict(held)
     assert cell.on_small_budget == "fewer" and cell.told == held
     assert cell.name == "tiny_bundled-count=104_kvpress_kvzip_restored_0.05_cfe0c510"
     assert cell.conventions("free").described()["on_tight"] == "fewer", "facts are compared by the old key too"
@@ -388,10 +387,10 @@ def test_jobs_share_what_can_be_shared():
     full = Cell.full(model="m", benchmark="plain")
     cells = [full, *(Cell("m", "plain", evictor, "0.5") for evictor in ("kvzip", "knorm"))]
     cells += [replace(cells[1], ratio="0.3", offset=8), replace(cells[1], adapter="a"), replace(cells[1], dtype="x")]
-    made = jobs([*cells, *cells])
-    assert [len(job.cells) for job in made] == [4, 1, 1]
-    assert [job.first.evictor for job in made] == ["kvzip", "knorm", "kvzip"]
-    assert made[0].cells[-1] is full, "what shares its scores bears their time"
+    grouped = jobs([*cells, *cells])
+    assert [len(job.cells) for job in grouped] == [4, 1, 1]
+    assert [job.first.evictor for job in grouped] == ["kvzip", "knorm", "kvzip"]
+    assert grouped[0].cells[-1] is full, "what shares its scores bears their time"
 
 
 def test_real_pairs_differ_between_protocols_as_their_budgets_do(world, tmp_path):

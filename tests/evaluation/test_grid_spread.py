@@ -15,7 +15,7 @@ import pytest
 
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.evaluation import results
-from restorekv.evaluation.job import jobs
+from restorekv.evaluation.grid import jobs
 from restorekv.evaluation.ray_pool import TRIES, RayPool
 from restorekv.evaluation.run import run
 from restorekv.restore.adapter import RestoreAdapter
@@ -50,11 +50,11 @@ def here(world):
     """The files of the run in this process, with the warnings."""
     before = os.getcwd()
     os.chdir(world)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RestoreKVWarning)
         run(CELLS, world / "here")
     os.chdir(before)
-    return contents(world / "here"), sorted({str(each.message) for each in told})
+    return contents(world / "here"), sorted({str(each.message) for each in caught})
 
 
 @pytest.fixture(scope="module")
@@ -63,17 +63,17 @@ def pool(world):
     pytest.importorskip("ray", reason="ray is not installed; the extra 'ray' is part of 'dev'")
     before = os.getcwd()
     os.chdir(world)
-    with RayPool(2) as made:
+    with RayPool(2) as opened:
         os.chdir(before)
-        hire, made.hired = made.hire, 0
+        hire, opened.hired = opened.hire, 0
 
         def counted():
-            made.hired += 1
+            opened.hired += 1
             hire()
 
-        made.hire = counted
-        yield made
-    assert not made.ray.is_initialized()
+        opened.hire = counted
+        yield opened
+    assert not opened.ray.is_initialized()
 
 
 @pytest.fixture
@@ -96,11 +96,11 @@ def test_a_worker_killed_in_the_middle(pool, hired, here, tmp_path, monkeypatch)
             yield lines
 
     monkeypatch.setattr(pool, "answers", killing)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RestoreKVWarning)
         run(CELLS, tmp_path, pool)
     assert len(killed) == hired() == 1
-    assert (contents(tmp_path), sorted({str(each.message) for each in told})) == here
+    assert (contents(tmp_path), sorted({str(each.message) for each in caught})) == here
     assert here[1], "the adapter is for the prefix policy free"
 
 
@@ -119,7 +119,7 @@ def test_a_mistake_is_one_sentence_and_costs_no_worker(pool, hired, tmp_path):
     for cells, said in [
         (grid("model", BENCHMARK, adapters=("nowhere",)), "nowhere"),
         (grid("no/such/model", BENCHMARK), "no/such/model"),
-        (grid("model", BENCHMARK, max_context=3), "no room beside"),
+        (grid("model", BENCHMARK, max_context=3), "no room for a text"),
     ]:
         with pytest.raises(RestoreKVError, match=said) as raised:
             run(cells, tmp_path, pool)
@@ -184,7 +184,7 @@ def program(*given: object, **environment: str) -> subprocess.Popen:
 
 def children(process: int) -> set[int]:
     """Every process that stems from this one."""
-    found = {process}
+    stems = {process}
     parents = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -193,8 +193,8 @@ def children(process: int) -> set[int]:
             continue
         parents[int(status.parent.name)] = int(fields[1])
     for _ in parents:
-        found |= {child for child, parent in parents.items() if parent in found}
-    return found - {process}
+        stems |= {child for child, parent in parents.items() if parent in stems}
+    return stems - {process}
 
 
 @pytest.mark.slow
@@ -221,9 +221,9 @@ def running(process: int) -> bool:
 @contextmanager
 def cluster(own: dict[str, str]):
     """The address of a running cluster of two CPUs, which ends with the block; `own` is in its environment."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     command = [Path(sys.executable).with_name("ray"), "start", "--head", "--block", f"--port={port}", "--num-cpus=2"]
     command += ["--include-dashboard=false", "--disable-usage-stats"]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -251,8 +251,8 @@ def test_a_cluster_that_runs(world, tmp_path):
             ("cuda", "No node of the Ray cluster has the 1 CPUs and 1 GPUs of a worker."),
         ):
             with program(tmp_path / device, address, device, 3, **own) as process:
-                told = process.communicate(timeout=300)[1].decode().strip()
-            assert told.endswith(said) and (process.returncode == 0) is not bool(said), told
+                error = process.communicate(timeout=300)[1].decode().strip()
+            assert error.endswith(said) and (process.returncode == 0) is not bool(said), error
         assert all(result.done for result in results.load(tmp_path / "cpu"))
 
 

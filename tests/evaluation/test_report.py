@@ -13,7 +13,7 @@ from matplotlib.image import imread
 
 from restorekv.cli import execute
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.cell import Cell
+from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.report import build, draw
 from restorekv.evaluation.report.names import Names, ending
 from restorekv.evaluation.report.paired import pairs

@@ -8,8 +8,7 @@ from math import floor
 import pytest
 
 from restorekv import tasks
-from restorekv.evaluation.cell import Cell
-from restorekv.evaluation.expand import Grid
+from restorekv.evaluation.grid import Cell, Grid
 from restorekv.evaluation.results import SUMMARY, opened
 from restorekv.evaluation.rows import payload, rows
 from restorekv.evaluation.run import run
@@ -45,7 +44,7 @@ def world(tmp_path_factory, tiny_tokenizer):
 
 
 @pytest.fixture(autouse=True)
-def made(monkeypatch):
+def fixed_documents(monkeypatch):
     monkeypatch.setattr("restorekv.tiny.suite.documents", lambda *_: DOCUMENTS)
 
 
@@ -57,35 +56,35 @@ def measured(world, folder, methods, ratios=("0.4", "0.2"), **common):
 @pytest.mark.parametrize("policy", ["free", "counted"])
 def test_rows_report_what_the_caches_held(world, tmp_path, policy):
     methods = [("kvzip", str(world / "adapter")), ("kvzip+", None)]
-    results, found = measured(world, tmp_path, methods, prefix_policy=policy)
-    full = found["full", False, 1.0]
-    assert len(found) == 1 + 4 + 2 and next(iter(found.values())) == full
+    results, by_cell = measured(world, tmp_path, methods, prefix_policy=policy)
+    full = by_cell["full", False, 1.0]
+    assert len(by_cell) == 1 + 4 + 2 and next(iter(by_cell.values())) == full
     assert full["kept"] == full["kept_with_prefix"] == 1 and floor(full["pairs"]) // (LAYERS * HEADS) > 0
-    for (evictor, restored, ratio), row in found.items():
+    for (evictor, restored, ratio), row in by_cell.items():
         assert row["questions"] == 4 and row["samples"] == 2 and row["low"] <= row["score"] <= row["high"]
         if evictor != "full":
             whole = full["pairs"] if policy == "free" else full["pairs_with_prefix"]
-            assert row["pairs"] == pytest.approx(found[evictor, False, ratio]["pairs"])
+            assert row["pairs"] == pytest.approx(by_cell[evictor, False, ratio]["pairs"])
             assert ratio * whole - 1 < row["pairs"] <= ratio * whole and row["kept"] <= ratio
             assert row["bytes"] < full["bytes"]
             assert (row["kept_with_prefix"] > row["kept"]) == (policy == "free")
         if restored:
             assert {"gain", "gain_low", "gain_high", "recovered"} <= row.keys()
-            assert row["gain"] == pytest.approx(row["score"] - found[evictor, False, ratio]["score"])
+            assert row["gain"] == pytest.approx(row["score"] - by_cell[evictor, False, ratio]["score"])
             assert set(row["groups"]) == {"questions", "retrieval and tracing"}
             assert all("gain" in group for group in row["groups"].values())
         else:
             assert "gain" not in row
-    [table] = scores(list(found.values()))
-    assert table.row_count == 3 and held(list(found.values())).row_count == 7
-    told = json.loads(json.dumps(payload(results)))
-    assert {cell["prefix_policy"] for name, cell in told["facts"].items() if "_full_" not in name} == {policy}
+    [table] = scores(list(by_cell.values()))
+    assert table.row_count == 3 and held(list(by_cell.values())).row_count == 7
+    stored = json.loads(json.dumps(payload(results)))
+    assert {cell["prefix_policy"] for name, cell in stored["facts"].items() if "_full_" not in name} == {policy}
 
 
 def test_attention_matching_stands_beside_an_evictor(world, tmp_path):
-    _, found = measured(world, tmp_path, [("am-fast", None), ("snapkv", None)], ("0.3",), prefix_policy="free")
+    _, by_cell = measured(world, tmp_path, [("am-fast", None), ("snapkv", None)], ("0.3",), prefix_policy="free")
     matched, evicted, full = (
-        found[key] for key in (("am-fast", False, 0.3), ("snapkv", False, 0.3), ("full", False, 1))
+        by_cell[key] for key in (("am-fast", False, 0.3), ("snapkv", False, 0.3), ("full", False, 1))
     )
     assert matched["pairs"] == evicted["pairs"]
     assert matched["bytes"] - evicted["bytes"] == 4 * matched["pairs_with_prefix"]  # one number more for every pair
@@ -132,36 +131,38 @@ def by_hand(folder, cell, means):
             }
             for task, mean in means.items()
         ]  # fmt: skip
-        held = {"tokens": 100, "prefix": 3, "pairs": 60, "pairs_with_prefix": 78, "bytes": 1000}
-        result.append({"sample": str(name), **held, "answers": answers}, {})
+        cache_figures = {"tokens": 100, "prefix": 3, "pairs": 60, "pairs_with_prefix": 78, "bytes": 1000}
+        result.append({"sample": str(name), **cache_figures, "answers": answers}, {})
     write_json(result.folder / SUMMARY, summary(result))
     return result
 
 
 def test_a_task_with_nothing_to_lose_is_shown_and_left_out_of_means(tmp_path, monkeypatch):
     monkeypatch.setitem(tasks.BENCHMARKS, "plain", Plain)
-    by_method = {
+    scores_by_method = {
         "full": {"a": 0.8, "b": 0.05, "c": 0.4},
         "base": {"a": 0.2, "b": 0.9, "c": 0.2},
         "restored": {"a": 0.6, "b": 0.0, "c": 0.3},
     }
-    found = {}
-    for method, means in by_method.items():
+    finished = {}
+    for method, means in scores_by_method.items():
         cell = Cell("m", "plain", "kvzip" if method != "full" else "full", "0.5" if method != "full" else "1")
         cell = replace(cell, adapter="auto" if method == "restored" else None)
-        found[method] = by_hand(tmp_path / "some", cell, means)
-    full, base, restored = rows(list(found.values()))
+        finished[method] = by_hand(tmp_path / "some", cell, means)
+    full, base, restored = rows(list(finished.values()))
     assert full["left_out"] == base["left_out"] == ["b"] and base["tasks"]["b"] == pytest.approx(90)
     assert (full["score"], base["score"], restored["score"]) == pytest.approx((60, 20, 45))
     assert restored["gain"] == pytest.approx(25) and restored["recovered"] == pytest.approx(25 / 40)
     assert restored["questions"] == 9 and base["metrics"] == {"half": pytest.approx(10)}
     assert base["kl"] == pytest.approx(0.3), "fidelity keeps every task"
-    assert found["base"].summary["score"] == pytest.approx(100 * 1.3 / 3), "a cell alone does not know the full cache"
-    alone = rows([found["base"]])[0]
+    assert finished["base"].summary["score"] == pytest.approx(100 * 1.3 / 3), (
+        "a cell alone does not know the full cache"
+    )
+    alone = rows([finished["base"]])[0]
     assert alone["score"] == pytest.approx(100 * 1.3 / 3) and alone["left_out"] == []
     tables = scores([full, base, restored])
     assert "left out: full cache below 10 (b)" in tables[0].caption and len(metrics([full, base, restored])) == 1
-    hopeless = [by_hand(tmp_path / "none", result.cell, {"a": 0.09, "b": 0.0}) for result in found.values()]
+    hopeless = [by_hand(tmp_path / "none", result.cell, {"a": 0.09, "b": 0.0}) for result in finished.values()]
     below = rows(hopeless)
     assert below[0]["score"] == pytest.approx(4.5) and below[0]["left_out"] == ["a", "b"]
     assert "nothing to lose" in scores(below)[0].caption

@@ -1,11 +1,11 @@
-"""Finished cells made by hand, as grids write them, without a model."""
+"""Writes finished cells as grids do, without a model."""
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from restorekv import tasks
-from restorekv.evaluation.cell import Cell
+from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.results import ANSWERS, SUMMARY, Result, opened
 from restorekv.evaluation.summary import summary
 from restorekv.files import write_json
@@ -13,25 +13,25 @@ from restorekv.tasks import Question
 
 
 def finished(folder: Path, cell: Cell, asked: Sequence[tuple[Question, str]], **benchmark: object) -> Result:
-    """A cell whose contexts have one question each; its scores are the benchmark's."""
-    made = tasks.make(cell.benchmark)
+    """Writes and returns a cell whose contexts have one question each; its scores are the benchmark's."""
+    scored = tasks.make(cell.benchmark)
     result = opened(folder, cell, facts(cell, benchmark))
     lines = []
     for turn, (question, said) in enumerate(asked):
         answer = {
             "id": question.id, "task": question.task, "question": question.text,
             "answer_prefix": question.answer_prefix, "max_new_tokens": question.max_new_tokens,
-            "references": list(question.answers), "prediction": said, "score": made.score(question, said),
+            "references": list(question.answers), "prediction": said, "score": scored.score(question, said),
         }  # fmt: skip
-        held = {"tokens": 100, "prefix": 3, "cut": 0, "restore_tokens": 0, "pairs": 60, "pairs_with_prefix": 78}
-        lines.append(json.dumps({"sample": str(turn), **held, "bytes": 1000, "answers": [answer]}) + "\n")
+        figures = {"tokens": 100, "prefix": 3, "cut": 0, "restore_tokens": 0, "pairs": 60, "pairs_with_prefix": 78}
+        lines.append(json.dumps({"sample": str(turn), **figures, "bytes": 1000, "answers": [answer]}) + "\n")
     (result.folder / ANSWERS).write_text("".join(lines))
     write_json(result.folder / SUMMARY, summary(result))
     return result
 
 
 def facts(cell: Cell, benchmark: Mapping[str, object]) -> dict:
-    """As grids tell them, as far as they matter to who writes results out."""
+    """Returns those of a cell's facts that exports of results read."""
     return {
         "model": cell.model, "device": "cpu", "dtype": "float32", "method": cell.evictor,
         "prefix_policy": cell.prefix_policy or ("free" if cell.evictor == "full" else "counted"),

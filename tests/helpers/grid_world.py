@@ -1,19 +1,22 @@
 """A tiny model with an adapter, a benchmark made of plain words, and a grid over them; also run as a program.
 
-python -m tests.helpers.grid_world FOLDER LOG COUNT    runs the bundled grid and logs what is asked and written
+python -m tests.helpers.grid_world FOLDER LOG CONTEXTS KILL_AT    runs `resume`
 """
 
+import json
 import os
+import signal
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 
 from restorekv.evaluation import results
-from restorekv.evaluation.cell import Cell
+from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.run import LOCK, run
 from restorekv.evaluation.worker import Worker
 from restorekv.tasks import Benchmark, Question, Sample
@@ -60,8 +63,8 @@ def grid(model: str, benchmark: str, evictors=("kvzip",), ratios=("0.5", "0.3"),
     ]
 
 
-def bundled_grid(count: int) -> list[Cell]:
-    benchmark = f"bundled:count={count},low=100,high=160"
+def bundled_grid(contexts: int) -> list[Cell]:
+    benchmark = f"bundled:count={contexts},low=100,high=160"
     return grid("bundled", benchmark, ("kvzip", "streaming"), ("0.5", "0.25"), (None,))
 
 
@@ -71,28 +74,49 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def logged(log: Path) -> None:
-    """From now on a line for every context that a cell is asked (`asked`) and for every one on the disk (`done`)."""
-    ask, append = Worker.answers, results.Result.append
-
-    def tell(word: str, cell: Cell, sample: str) -> None:
-        file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        os.write(file, f"{word} {cell.name} {sample}\n".encode())
-        os.close(file)
+def log_asked(log: Path) -> None:
+    """From now on this process adds a line to `log` for every context that it asks a cell."""
+    real = Worker.answers
 
     def answers(self, name, cells):
-        for line in ask(self, name, cells):
-            tell("asked", line[0], name)
+        for line in real(self, name, cells):
+            with log.open("a") as file:
+                file.write(f"{line[0].name} {name}\n")
             yield line
 
-    def appended(self, line, seconds):
-        append(self, line, seconds)
-        tell("done", self.cell, line["sample"])
+    Worker.answers = answers
 
-    Worker.answers, results.Result.append = answers, appended
+
+def kill_at_write(number: int) -> None:
+    """This process kills itself when it is about to write to a cell for the n-th time, counted from 0.
+
+    Of a line of JSON, half is on the disk by then; of a whole file, its temporary copy.
+    """
+    real_line, real_replace, writes = results.append_line, os.replace, count()
+
+    def append_line(path, line):
+        if next(writes) == number:
+            with path.open("ab") as file:
+                text = json.dumps(line).encode()
+                file.write(text[: len(text) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        real_line(path, line)
+
+    def replace(source, target):
+        if next(writes) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        real_replace(source, target)
+
+    results.append_line, os.replace = append_line, replace
+
+
+def resume(folder: Path, log: Path, contexts: int, kill_at: int) -> None:
+    """Runs what is left of the bundled grid; a `kill_at` of -1 lets it end."""
+    log_asked(log)
+    kill_at_write(kill_at)
+    run(bundled_grid(contexts), folder)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    logged(Path(sys.argv[2]))
-    run(bundled_grid(int(sys.argv[3])), Path(sys.argv[1]))
+    resume(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

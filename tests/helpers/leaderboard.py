@@ -20,22 +20,22 @@ OPTIONAL = {
 
 def read(folder: Path) -> dict[str, dict]:
     """By folder: what the leaderboard's table shows."""
-    found = {}
-    for place in sorted(path for path in folder.iterdir() if path.is_dir()):
-        if not (place / "metrics.json").exists() or not (place / "config.yaml").exists():
+    shown = {}
+    for path in sorted(path for path in folder.iterdir() if path.is_dir()):
+        if not (path / "metrics.json").exists() or not (path / "config.yaml").exists():
             continue
-        config = yaml.safe_load((place / "config.yaml").read_text())
+        config = yaml.safe_load((path / "config.yaml").read_text())
         if not REQUIRED <= config.keys() <= REQUIRED | OPTIONAL or config.get("fraction", 1.0) != 1.0:
             continue
-        with (place / "predictions.csv").open(newline="", encoding="utf-8") as file:
+        with (path / "predictions.csv").open(newline="", encoding="utf-8") as file:
             ratios = [float(row["compression_ratio"]) for row in csv.DictReader(file)]
-        metrics = json.loads((place / "metrics.json").read_text())
+        metrics = json.loads((path / "metrics.json").read_text())
         if not all("string_match" in each for each in metrics.values()):
             continue
-        found[place.name] = {
+        shown[path.name] = {
             "dataset": config["dataset"], "data_dir": config["data_dir"], "model": config["model"],
             "method": config["press_name"],
             "compression_ratio": round(sum(ratios) / len(ratios), 2) or float(config["compression_ratio"]),
             "score": round(sum(each["string_match"] for each in metrics.values()) / len(metrics), 2),
         }  # fmt: skip
-    return found
+    return shown

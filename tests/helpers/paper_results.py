@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from restorekv.evaluation.cell import Cell
+from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.results import ANSWERS, CELL, SECONDS, SUMMARY, Result
 from restorekv.evaluation.summary import summary
 from restorekv.files import write_json
@@ -24,7 +24,7 @@ def finished(folder: Path, cell: Cell, said: Mapping[str, Sequence[tuple[float, 
     place = folder / cell.name
     place.mkdir(parents=True)
     facts = {**FACTS, "benchmark": {"title": cell.benchmark}, "protocol": {"name": cell.protocol}}
-    write_json(place / CELL, {"cell": cell.told, "facts": facts})
+    write_json(place / CELL, {"cell": cell.to_dict(), "facts": facts})
     held = {"prefix": 3, "cut": 0, "restore_tokens": 0, "tokens": 100, "pairs": 60, "pairs_with_prefix": 78, "bytes": 9}
     lines = []
     for turn in range(len(next(iter(said.values())))):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from restorekv.compression.budget import Budget
-from restorekv.evaluation.cell import Cell
+from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.results import SUMMARY, Result, opened
 from restorekv.evaluation.summary import summary
 from restorekv.files import write_json
@@ -128,7 +128,7 @@ def write_analyses(folder: Path) -> Path:
         "attention": attention(rng),
         "divergence": divergence(),
         "survivors": survivors(rng),
-        "gaze": gaze(rng),
+        "restore_attention": gaze(rng),
     }.items():
         told = {
             "analysis": kind, "label": "bundled-kvzip", "conventions": conventions, "documents": 26, "questions": 92,

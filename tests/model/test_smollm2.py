@@ -4,7 +4,7 @@ import pytest
 
 from paper.__main__ import execute as execute_paper
 from restorekv.errors import ModelError
-from restorekv.evaluation.expand import Grid
+from restorekv.evaluation.grid import Grid
 from restorekv.model import gguf
 from restorekv.model import load as models
 from restorekv.model.load import SMOLLM2_ID, load_model, load_tokenizer, model_fingerprint, model_name

@@ -15,8 +15,8 @@ from paper.setting import backbone, bundled
 from paper.study import Study
 from paper.write import introduction
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.analysis.pool import Pool
-from restorekv.evaluation.cell import Cell
+from restorekv.evaluation.analysis.case import DocumentFigures
+from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.run import check
 from restorekv.model.load import bundled_path
 
@@ -262,8 +262,8 @@ def test_attention_claims_are_paired_by_document():
             for name, mass in masses.items()
         }
 
-    found = Pool([document(1), document(0.5)], [1, 3])
-    predictions = Pool([{name: {"first": told["first"]} for name, told in document(1).items()}] * 2, [1, 3])
+    found = DocumentFigures([document(1), document(0.5)], [1, 3])
+    predictions = DocumentFigures([{name: {"first": told["first"]} for name, told in document(1).items()}] * 2, [1, 3])
     taken, back, profile, closer = mechanism.claims(found, predictions)
     assert taken.value == pytest.approx(100 * 0.4 * (1 + 3 * 0.5) / 4) and taken.verdict == "holds"
     assert back.value == pytest.approx(100 * 0.2 * 0.625) and back.paper == (0.74,)

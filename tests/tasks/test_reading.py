@@ -13,7 +13,7 @@ import pytest
 from restorekv import tasks
 from restorekv.data.overlap import Evaluations, evaluation_texts
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.cell import Cell
+from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.protocols import PROTOCOLS
 from restorekv.evaluation.run import run
 from restorekv.tasks import splits

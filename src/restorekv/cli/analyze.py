@@ -1,4 +1,4 @@
-"""`restorekv analyze`: attention, predictions, survivors, where restore tokens look, and what it all costs."""
+"""`restorekv analyze`: measures attention, predictions, survivors, what restore tokens attend to, and costs."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 from rich.markup import escape
-from transformers import PreTrainedModel
 
 from restorekv import tasks
 from restorekv.cli import options
@@ -16,13 +15,12 @@ from restorekv.compression.compressor import Eviction, load_adapter, make_compre
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
-from restorekv.evaluation.analysis import efficiency
-from restorekv.evaluation.analysis.run import ANALYSES, analyze
-from restorekv.evaluation.expand import SHIPPED, named
+from restorekv.evaluation.analysis import cost
+from restorekv.evaluation.analysis.run import ANALYSES, RENAMED, analyze
+from restorekv.evaluation.grid import SHIPPED, parse_method
 from restorekv.evaluation.worker import opened_model
 
-EFFICIENCY = "efficiency"
-WHAT = (*ANALYSES, EFFICIENCY)
+WHAT = (*ANALYSES, "efficiency")
 Scorers = Annotated[list[str], typer.Option(help="efficiency: a base scorer; repeatable.")]
 
 
@@ -32,76 +30,69 @@ def run(
         str, typer.Option(help="SPEC or SPEC@ADAPTER (a folder, a hub id, published, auto, none).")
     ] = "kvzip",
     ratio: Annotated[list[str], typer.Option(help="A ratio in (0, 1]; repeatable.")] = ("0.05",),
-    benchmark: Annotated[str, typer.Option(help="Whose documents and questions.")] = "bundled:count=26",
-    what: Annotated[str, typer.Option(help=f"Some of {','.join(WHAT)}.")] = ",".join(WHAT),
-    label: Annotated[str | None, typer.Option(help="The files' name; model and evictor unless given.")] = None,
+    benchmark: Annotated[str, typer.Option(help="Documents and questions to analyze.")] = "bundled:count=26",
+    what: Annotated[str, typer.Option(help=f"Comma-separated analyses out of {','.join(WHAT)}.")] = ",".join(WHAT),
+    label: Annotated[str | None, typer.Option(help="The name of the files; model and evictor unless given.")] = None,
     protocol: Annotated[str, typer.Option(help=f"{' or '.join(protocols.PROTOCOLS)}.")] = "kvpress",
     model: options.Model = "bundled",
     restore_tokens: options.RestoreTokens = None,
-    prefix_policy: Annotated[str | None, typer.Option(help="free or counted; else the protocol's.")] = None,
+    prefix_policy: Annotated[str | None, typer.Option(help="free or counted; the protocol's unless given.")] = None,
     on_small_budget: options.OnSmallBudget = "fewer",
     allocation: options.Allocation = "global",
     restore_from: options.RestoreFrom = "full",
     offset: options.Offset = 0,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
-    scorer: Scorers = efficiency.SCORERS,
+    scorer: Scorers = cost.SCORERS,
     tokens: Annotated[int, typer.Option(help="efficiency: the context's length T.")] = 2048,
     repeat: Annotated[int, typer.Option(min=1, help="efficiency: compressions per measurement.")] = 3,
     latency_context: Annotated[
         str, typer.Option(help="efficiency: prefill, or random keys and values for attention over a long context.")
     ] = "prefill",
 ) -> None:
-    chosen, way, asked = choose(what), protocols.make(protocol), tasks.make(benchmark)
+    chosen, rules, documents = choose(what), protocols.make(protocol), tasks.make(benchmark)
     ratios = sorted(map(str, ratio), key=exact_ratio, reverse=True)
-    measured = efficiency.Options(tuple(scorer), tokens, ratios[-1], repeat=repeat, latency_context=latency_context)
-    policy = prefix_policy or way.prefix_policy
-    conventions = CompressionConfig(policy, on_small_budget, allocation, restore_from, offset)
-    uncontrolled = CompressionConfig(policy, on_small_budget, allocation)
-    name, source = named(evictor)
-    for each in (name, *scorer):
-        check(each)
+    cost_options = cost.CostOptions(tuple(scorer), tokens, ratios[-1], repeat=repeat, latency_context=latency_context)
+    shared = (prefix_policy or rules.prefix_policy, on_small_budget, allocation)
+    conventions = CompressionConfig(*shared, restore_from, offset)
+    name, source = parse_method(evictor)
+    check_evictors(name, *scorer)
     if out.exists() and not out.is_dir():
         raise RestoreKVError(f"{out} is a file; give a folder.")
     quiet()
     with phase(f"loading {model}"):
-        loaded, tokenizer = opened_model(model, dtype, device, way.name)
-    if wanted := [each for each in chosen if each != EFFICIENCY]:
-        eviction = restoring(loaded, name, source, conventions, restore_tokens)
-        if "gaze" in wanted and not eviction.adapter:
-            notes.print("gaze is left out: there is no adapter, hence no restore tokens.")
-        with bar("analysing documents", lines=True) as tell:
-            wrote(analyze(loaded, tokenizer, eviction, way, asked, ratios, out, wanted, label, tell))
-    if EFFICIENCY in chosen:
-        with bar("measuring time and memory", lines=True) as tell:
-            wrote([efficiency.measure(loaded, tokenizer, out, measured, uncontrolled, label, tell)])
+        loaded, tokenizer = opened_model(model, dtype, device, rules.name)
+    if analyses := [each for each in chosen if each in ANALYSES]:
+        eviction = replace(Eviction.make(name), conventions=conventions)
+        adapter = load_adapter(loaded, "auto" if source == SHIPPED else source, eviction, restore_tokens)
+        if "restore_attention" in analyses and not adapter:
+            notes.print("restore_attention is left out: without an adapter there are no restore tokens.")
+        eviction = replace(eviction, adapter=adapter)
+        with bar("analyzing documents", lines=True) as update:
+            print_paths(analyze(loaded, tokenizer, eviction, rules, documents, ratios, out, analyses, label, update))
+    if "efficiency" in chosen:
+        with bar("measuring time and memory", lines=True) as update:
+            config = CompressionConfig.make(*shared)
+            print_paths([cost.measure(loaded, tokenizer, out, cost_options, config, label, update)])
 
 
 def choose(what: str) -> list[str]:
-    """The analyses asked for, in the order of WHAT."""
-    names = [name.strip() for name in what.split(",") if name.strip()]
-    strange = [name for name in names if name not in WHAT]
-    if strange or not names:
-        told = f"there is no analysis {strange[0]!r}" if strange else "no analysis is named"
-        raise RestoreKVError(f"In --what {told}; give some of {','.join(WHAT)}.")
+    """Returns the analyses that `what` names, in the order of WHAT; earlier names still count."""
+    names = [RENAMED.get(name.strip(), name.strip()) for name in what.split(",") if name.strip()]
+    unknown = [name for name in names if name not in WHAT]
+    if unknown or not names:
+        problem = f"there is no analysis {unknown[0]!r}" if unknown else "no analysis is named"
+        raise RestoreKVError(f"In --what {problem}; give some of {','.join(WHAT)}.")
     return [name for name in WHAT if name in names]
 
 
-def check(name: str) -> None:
-    """Refuses, before a model is loaded, what is no evictor."""
-    if not make_compressor(name).restores:
-        raise RestoreKVError(f"{name} is no evictor, so no pair of the context survives in it; name an evictor.")
+def check_evictors(*names: str) -> None:
+    """Refuses a method that evicts nothing, before a model is loaded."""
+    for name in names:
+        if not make_compressor(name).restores:
+            raise RestoreKVError(f"{name} is not an evictor, so no pair of the context survives in it; name one.")
 
 
-def restoring(
-    model: PreTrainedModel, name: str, source: str | None, conventions: CompressionConfig, restore_tokens: int | None
-) -> Eviction:
-    """The evictor with its adapter, if it has one."""
-    base = replace(Eviction.make(name), conventions=conventions)
-    adapter = load_adapter(model, "auto" if source == SHIPPED else source, base, restore_tokens)
-    return replace(base, adapter=adapter) if adapter else base
-
-
-def wrote(paths: list[Path]) -> None:
+def print_paths(paths: list[Path]) -> None:
     for path in paths:
         output.print(f"Wrote {escape(str(path))}", soft_wrap=True)

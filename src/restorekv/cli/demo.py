@@ -1,4 +1,4 @@
-"""`restorekv demo`: the main job on a small real model, or on the tiny one, with figures."""
+"""`restorekv demo`: one document and a small benchmark, answered by SmolLM2 or by the tiny bundled model."""
 
 import time
 from dataclasses import replace
@@ -10,12 +10,13 @@ import typer
 
 from restorekv import tasks
 from restorekv.cli import options
-from restorekv.cli.session import open_model, output, shares
+from restorekv.cli.session import output, phase, quiet, shares
 from restorekv.evaluation.demo import Show, answers_table, document, seconds_table, show_for, side_by_side
-from restorekv.evaluation.expand import SHIPPED, Grid
-from restorekv.evaluation.rows import payload, rows
-from restorekv.evaluation.run import run as carry_out
+from restorekv.evaluation.grid import SHIPPED, Grid
+from restorekv.evaluation.rows import payload
+from restorekv.evaluation.run import run as run_grid
 from restorekv.evaluation.tables import fidelity, held, scores
+from restorekv.evaluation.worker import opened_model
 from restorekv.files import check_target, write_json
 from restorekv.model.load import SMOLLM2, canonical
 
@@ -29,32 +30,30 @@ def run(
 ) -> None:
     if json:
         check_target(json)
-    begun, model = time.perf_counter(), canonical(model)
+    start, model = time.perf_counter(), canonical(model)
     show = show_for(model)
-    loaded, tokenizer = open_model(model)
+    quiet()
+    with phase(f"loading {model}"):
+        loaded, tokenizer = opened_model(model, "auto", "cpu", "kvpress")  # stays open for the grid's cells
     sample = document(model, tokenizer)
-    adapters = dict.fromkeys(show.evictors, "auto")
-    tokens, found = side_by_side(loaded, tokenizer, sample, adapters, show.shown)
-    output.print(answers_table(sample, tokens, found))
-    output.print(seconds_table(found))
-    del loaded
-    told = figures(model, show, count or show.count)
-    output.print(f"{time.perf_counter() - begun:.0f} seconds")
+    tokens, answers = side_by_side(loaded, tokenizer, sample, dict.fromkeys(show.evictors, "auto"), show.shown)
+    output.print(answers_table(sample, tokens, answers))
+    output.print(seconds_table(answers))
+    figures = measure(model, show, count or show.count)
+    output.print(f"{time.perf_counter() - start:.0f} seconds")
     if json:
-        write_json(json, told)
+        write_json(json, figures)
 
 
-def figures(model: str, show: Show, count: int) -> dict:
+def measure(model: str, show: Show, count: int) -> dict:
     """Prints what the methods keep of the answers to held-out documents; returns rows and conventions."""
-    benchmark = replace(tasks.make(show.benchmark), count=count).spec
+    benchmark, title = replace(tasks.make(show.benchmark), count=count).spec, "asking held-out documents"
     methods = [(evictor, SHIPPED) for evictor in show.evictors]
     cells = Grid([model], methods, [benchmark], ratios=show.ratios, common=COMMON).cells()
-    with shares("asking held-out documents") as tell, TemporaryDirectory() as folder:
-        results = carry_out(
-            cells, Path(folder), tell=lambda progress: tell("asking held-out documents", progress.share)
-        )
-        found, told = rows(results), payload(results)
-        del told["answers"]
-    for table in (*scores(found), *fidelity(found), held(found)):
+    with shares(title) as update, TemporaryDirectory() as folder:
+        results = run_grid(cells, Path(folder), on_progress=lambda progress: update(title, progress.share))
+        figures = payload(results)
+        del figures["answers"]
+    for table in (*scores(figures["rows"]), *fidelity(figures["rows"]), held(figures["rows"])):
         output.print(table)
-    return told
+    return figures

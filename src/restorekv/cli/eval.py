@@ -1,4 +1,4 @@
-"""`restorekv eval`: evictors, alone and restored, over a grid of models, benchmarks, protocols, ratios and seeds."""
+"""`restorekv eval`: evaluates evictors, with and without restoring, over a grid of models, benchmarks and ratios."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,12 +9,12 @@ import typer
 
 from restorekv.cli import options
 from restorekv.cli.session import notes, output, quiet, shares
-from restorekv.evaluation.expand import Grid, named
+from restorekv.evaluation.grid import Grid, parse_method
 from restorekv.evaluation.kvpress_layout import export
 from restorekv.evaluation.protocols import PROTOCOLS
 from restorekv.evaluation.rows import payload, rows
-from restorekv.evaluation.run import Here, Pool, check
-from restorekv.evaluation.run import run as carry_out
+from restorekv.evaluation.run import LocalPool, WorkerPool, check
+from restorekv.evaluation.run import run as run_grid
 from restorekv.evaluation.tables import fidelity, held, metrics, scores
 from restorekv.files import check_target, write_json
 from restorekv.tasks import BENCHMARKS
@@ -33,52 +33,52 @@ def run(
     benchmark: Annotated[list[str], typer.Option(help=BENCHMARK_HELP)] = ("bundled",),
     protocol: Annotated[list[str], typer.Option(help=f"{' or '.join(PROTOCOLS)}; repeatable.")] = ("kvpress",),
     model: Annotated[list[str], typer.Option(help=f"{options.MODEL_HELP} Repeatable.")] = ("bundled",),
-    out: Annotated[Path, typer.Option(help="The run's folder; what it holds is not done again.")] = Path("runs/eval"),
-    count: Annotated[int | None, typer.Option(min=1, help="Contexts of each benchmark; else its own.")] = None,
+    out: Annotated[Path, typer.Option(help="The run's folder; its cells are not run again.")] = Path("runs/eval"),
+    count: Annotated[int | None, typer.Option(min=1, help="Contexts of each benchmark; else its own number.")] = None,
     seed: Annotated[list[int] | None, typer.Option(help="Seed of each benchmark; repeatable.")] = None,
     restore_tokens: options.RestoreTokens = None,
-    prefix_policy: Annotated[str | None, typer.Option(help="free or counted; else the protocol's.")] = None,
+    prefix_policy: Annotated[str | None, typer.Option(help="free or counted; the protocol's unless given.")] = None,
     on_small_budget: options.OnSmallBudget = "fewer",
     allocation: options.Allocation = "global",
     restore_from: options.RestoreFrom = "full",
     offset: options.Offset = 0,
     storage: options.Storages = ("model",),
     streaming: options.Streaming = None,
-    max_context: Annotated[int, typer.Option(min=0, help="Cut longer contexts; 0: as the tokenizer does.")] = 0,
+    max_context: Annotated[int, typer.Option(min=0, help="Cut longer contexts; 0: at the tokenizer's limit.")] = 0,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
-    ray: Annotated[str | None, typer.Option(help="Spread over Ray: local, auto or an address.")] = None,
-    workers: Annotated[int, typer.Option(min=1, help="With --ray local: how many.")] = 2,
-    json: Annotated[Path | None, typer.Option(help="Write rows, conventions and every answer here too.")] = None,
+    ray: Annotated[str | None, typer.Option(help="Spread the work over Ray: local, auto or an address.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Number of Ray workers.")] = 2,
+    json: Annotated[Path | None, typer.Option(help="Also write rows, conventions and every answer here.")] = None,
 ) -> None:
     common = {
         "prefix_policy": prefix_policy, "on_small_budget": on_small_budget, "allocation": allocation,
         "restore_from": restore_from, "offset": offset, "max_context": max_context, "dtype": dtype,
         "restore_tokens": restore_tokens, "streaming": streaming or 0,
     }  # fmt: skip
-    methods = [named(each) for each in evictor]
+    methods = [parse_method(each) for each in evictor]
     cells = Grid(model, methods, benchmark, protocol, ratio, seed or (), count, storage, common).cells()
     check(cells)
     if json:
         check_target(json)
     quiet()
-    with shares("evaluating") as tell, opened(ray, workers, device) as pool:
-        results = carry_out(cells, out, pool, lambda progress: tell(progress.what, progress.share))
-    found = rows(results)
-    for table in [*scores(found), *metrics(found), *fidelity(found)]:
+    with shares("evaluating") as update, open_pool(ray, workers, device) as pool:
+        results = run_grid(cells, out, pool, lambda progress: update(progress.what, progress.share))
+    table_rows = rows(results)
+    for table in [*scores(table_rows), *metrics(table_rows), *fidelity(table_rows)]:
         output.print(table)
-    output.print(held(found))
+    output.print(held(table_rows))
     export(out)
-    notes.print(f"{out}: {len(found)} cells; a page of them: restorekv report {out}", highlight=False)
+    notes.print(f"{out}: {len(table_rows)} cells; to make a page of them: restorekv report {out}", highlight=False)
     if json:
         write_json(json, payload(results))
 
 
 @contextmanager
-def opened(ray: str | None, workers: int, device: str) -> Iterator[Pool]:
-    """This process, or a Ray cluster for as long as the block runs."""
+def open_pool(ray: str | None, workers: int, device: str) -> Iterator[WorkerPool]:
+    """Yields this process, or a Ray cluster that ends with the block."""
     if ray is None:
-        yield Here(device)
+        yield LocalPool(device)
         return
     from restorekv.evaluation.ray_pool import RayPool  # Ray is an optional extra
 

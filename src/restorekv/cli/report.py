@@ -1,4 +1,4 @@
-"""`restorekv report DIR`: one page of tables and charts from the results that a folder holds."""
+"""`restorekv report DIR`: makes one page of tables and charts from the results in a folder."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +11,7 @@ from restorekv.evaluation.report.build import report
 
 
 def run(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What eval --out, analyze and efficiency wrote.")],
-    out: Annotated[Path | None, typer.Option(help="Where the page goes; DIR/report unless given.")] = None,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that eval --out or analyze --out wrote.")],
+    out: Annotated[Path | None, typer.Option(help="The folder of the page; DIR/report unless given.")] = None,
 ) -> None:
     output.print(f"Wrote {escape(str(report(folder, out)))}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""One held-out document asked a few questions, answered side by side from the full cache and from small ones."""
+"""The demo: questions about one held-out document, answered from the full cache and from small ones."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ FAMILIES = 3  # questions about the bundled world's document, each of another fa
 
 @dataclass(frozen=True)
 class Show:
-    """What a model's demo asks: a benchmark for the figures, a document for the eyes, and the methods compared."""
+    """What the demo of a model shows: `count` contexts of a benchmark at `ratios`, and a document at `shown` ratios."""
 
     benchmark: str
     evictors: tuple[str, ...]
-    ratios: tuple[str, ...]  # of the figures
-    shown: tuple[float, ...]  # of the document
-    count: int  # contexts of the benchmark
+    ratios: tuple[str, ...]
+    shown: tuple[float, ...]
+    count: int
 
 
 WORLD = Show("bundled", ("kvzip", "kvzip+"), ("0.4", "0.2", "0.1", "0.05"), (0.05,), 52)
@@ -41,7 +41,7 @@ STORY = "assipattle-and-the-mester-stoorworm"  # the validation story that is sh
 
 
 def show_for(model: str) -> Show:
-    """The bundled model knows its own world only; any other reads stories."""
+    """Returns what to show: the bundled model knows only its own world, any other model reads stories."""
     return WORLD if model == BUNDLED else STORIES
 
 
@@ -56,11 +56,12 @@ class Answered:
 
 
 def document(model: str, tokenizer: Tokenizer) -> tasks.Sample:
-    """The document that is shown, with its questions."""
+    """Returns the document to show, with its questions."""
     if show_for(model) is WORLD:
         drawn = draw("demo 0", "mixed", 1000, 1100, measure(tokenizer))
-        asked = list({question.family: question for question in drawn.questions}.values())[:FAMILIES]
-        return tasks.Sample("demo", drawn.text, tuple(question_of(each.family, each) for each in asked))
+        by_family = {question.family: question for question in drawn.questions}
+        questions = [question_of(family, each) for family, each in by_family.items()]
+        return tasks.Sample("demo", drawn.text, tuple(questions[:FAMILIES]))
     stories = tasks.make("fairytaleqa:length=1024,questions=4").chosen(tokenizer, "kvpress")
     return next((each for each in stories if each.id.startswith(STORY)), stories[0])
 
@@ -73,68 +74,61 @@ def side_by_side(
     adapters: Mapping[str, str | None],
     ratios: Sequence[float],
 ) -> tuple[int, list[Answered]]:
-    """The document's tokens, and what the full cache, every evictor and its restored cache answer at each ratio."""
-    found: list[Answered] = []
+    """Returns the document's tokens, and the answers of the full cache and of every evictor and ratio.
+
+    `adapters` maps an evictor to its adapter; with one, the restored cache answers too.
+    """
+    answers: list[Answered] = []
     for evictor, source in adapters.items():
         eviction = Eviction.make(evictor)
         adapter = load_adapter(model, source, eviction)
         prepared = replace(eviction, adapter=adapter).prepare(model, tokenizer, sample.context)
-        if not found:
-            reading = {"prefill": prepared.seconds["prefill"]}
-            found.append(answered(prepared, tokenizer, sample, "full cache", prepared.evict(1, 0), reading))
-        for title, cache, seconds in caches(prepared, evictor, ratios):
-            found.append(answered(prepared, tokenizer, sample, title, cache, seconds))
-    return prepared.context.tokens, found
+        for title, cache, seconds in caches(prepared, evictor, ratios, with_full=not answers):
+            questions, limits = zip(*((each.text, each.max_new_tokens) for each in sample.questions), strict=True)
+            with timed(seconds, "ask"):
+                texts = ask(model, tokenizer, prepared.context, cache, questions, limits)
+            answers.append(Answered(title, cache.nbytes, [text.strip() for text in texts], seconds))
+    return prepared.context.tokens, answers
 
 
 def caches(
-    prepared: ScoredContext, evictor: str, ratios: Sequence[float]
+    prepared: ScoredContext, evictor: str, ratios: Sequence[float], with_full: bool
 ) -> Iterator[tuple[str, RaggedCache, dict[str, float]]]:
-    """Title, cache and seconds of every ratio, without restoring and, where there is an adapter, with it."""
+    """Yields title, cache and seconds at every ratio, without restoring and, where there is an adapter, with it."""
+    if with_full:
+        yield "full cache", prepared.evict(1, 0), {"prefill": prepared.seconds["prefill"]}
     for ratio in ratios:
         for restored in (False, True) if prepared.restore_tokens else (False,):
-            phases = ("prefill", "score", "restore") if restored else ("prefill", "score")
-            seconds = {phase: prepared.seconds[phase] for phase in phases}
+            seconds = {phase: prepared.seconds[phase] for phase in ("prefill", "score", "restore")[: 2 + restored]}
             with timed(seconds, "evict"):
                 cache = prepared.evict(ratio, None if restored else 0)
             yield f"{name(evictor, restored)}, r = {ratio:g}", cache, seconds
 
 
-def answered(
-    prepared: ScoredContext, tokenizer: Tokenizer, sample: tasks.Sample, title: str, cache: RaggedCache,
-    seconds: dict[str, float],
-) -> Answered:  # fmt: skip
-    """The questions asked of one cache, in one batch."""
-    questions, limits = zip(*((each.text, each.max_new_tokens) for each in sample.questions), strict=True)
-    with timed(seconds, "ask"):
-        told = ask(prepared.model, tokenizer, prepared.context, cache, questions, limits)
-    return Answered(title, cache.nbytes, [answer.strip() for answer in told], seconds)
-
-
-def answers_table(sample: tasks.Sample, tokens: int, found: Sequence[Answered]) -> Table:
-    """A block for each question: the reference answers, then every cache's answer with the bytes it holds."""
+def answers_table(sample: tasks.Sample, tokens: int, answers: Sequence[Answered]) -> Table:
+    """Returns a block for each question: the reference answers, then every cache's answer and bytes."""
     table = Table(title=f"One document of {tokens} tokens", min_width=72)
     table.add_column("cache", no_wrap=True)
-    table.add_column("bytes held", justify="right", no_wrap=True)
+    table.add_column("bytes", justify="right", no_wrap=True)
     table.add_column("answer", overflow="fold")
     for number, question in enumerate(sample.questions):
-        asked = question.text.removeprefix("\n\n").removeprefix("Question: ").removesuffix("\nAnswer:")
-        table.add_row("question", "", asked, style="bold")
-        true = str(question.facts.get("target", "")) or " / ".join(dict.fromkeys(question.answers))
-        table.add_row("true", "", true, style="dim")
-        for each in found:
-            last = each is found[-1]
-            table.add_row(each.title, f"{each.nbytes:,}", " ".join(each.answers[number].split()), end_section=last)
+        text = question.text.removeprefix("\n\n").removeprefix("Question: ").removesuffix("\nAnswer:")
+        table.add_row("question", "", text, style="bold")
+        reference = str(question.facts.get("target", "")) or " / ".join(dict.fromkeys(question.answers))
+        table.add_row("true", "", reference, style="dim")
+        for each in answers:
+            answer = " ".join(each.answers[number].split())
+            table.add_row(each.title, f"{each.nbytes:,}", answer, end_section=each is answers[-1])
     return table
 
 
-def seconds_table(found: Sequence[Answered]) -> Table:
-    """What each phase took for the document that is shown."""
-    phases = [phase for phase in PHASES if any(phase in each.seconds for each in found)]
+def seconds_table(answers: Sequence[Answered]) -> Table:
+    """Returns a row for every cache with the seconds of each phase."""
+    phases = [phase for phase in PHASES if any(phase in each.seconds for each in answers)]
     table = Table(title="Seconds of each phase", caption="prefill and score serve every ratio; ask: all questions")
     table.add_column("cache", no_wrap=True)
     for phase in phases:
         table.add_column(phase, justify="right")
-    for each in found:
+    for each in answers:
         table.add_row(each.title, *(f"{each.seconds[phase]:.2f}" if phase in each.seconds else "" for phase in phases))
     return table

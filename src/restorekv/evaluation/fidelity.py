@@ -1,8 +1,8 @@
 """Fidelity to the full cache: how far a compressed cache's predictions are from it, and how often the answers agree.
 
-The full cache answers a sample's questions once, greedily. A compressed cache is then given the ids of those answers as
-they were generated, with the EOS that ended them, and KL(full || cache) is taken at each: float32, in nats. Questions
-start at each cache's own next position: S + T over the full cache, S + T + n behind n restore tokens.
+The full cache answers a sample's questions once, greedily. A compressed cache then reads the ids of those answers as
+they were generated, with the EOS that ended them; KL(full || cache) is computed at each, in float32 and nats. Questions
+start at each cache's own next position: S + T for the full cache, S + T + n after n restore tokens.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ FIGURES = ("kl", "kl_low", "kl_high", "same", "answer_tokens")
 
 @dataclass(frozen=True)
 class FullAnswers:
-    """What the full cache answers to the questions of one sample.
+    """The full cache's answers to the questions of one sample.
 
-    For every question: the ids of its prompt (q,) and of the answer (M,), and the last hidden states (M, d) that
+    For every question: the ids of its prompt (q,) and of its answer (M,), and the last hidden states (M, d) that
     predict the answer's ids.
     """
 
@@ -39,15 +39,15 @@ class FullAnswers:
     def read(
         cls, model: PreTrainedModel, cache: RaggedCache, prompts: Sequence[Tensor], answers: Sequence[Tensor]
     ) -> FullAnswers:
-        """`cache` is the full one; prompts are (1, q) or (q,)."""
+        """Reads the answers through the full cache; prompts are (1, q) or (q,)."""
         flat = [prompt.flatten().cpu() for prompt in prompts]
         return cls(flat, answers, hidden_states(model, cache, flat, answers))
 
     @torch.no_grad()
     def divergences(self, model: PreTrainedModel, cache: RaggedCache) -> list[float]:
         """Returns the mean KL(full || cache) over each answer's tokens, in nats."""
-        found = hidden_states(model, cache, self.prompts, self.answers)
-        pairs = zip(self.hidden, found, strict=True)
+        states = hidden_states(model, cache, self.prompts, self.answers)
+        pairs = zip(self.hidden, states, strict=True)
         return [from_hidden(model, full, own, "forward").double().mean().item() for full, own in pairs]
 
 
@@ -68,15 +68,15 @@ def hidden_states(
 def summarized(lines: Sequence[Mapping], tasks: Container[str] | None = None) -> dict[str, float]:
     """Returns FIGURES over the contexts of `lines`, or {} if an answer was recorded without its fidelity.
 
-    "kl" weighs every token of the full cache's answers alike, with a 95 % bootstrap over contexts; "same" is the share
-    of answers with the full cache's very text, in percent. `tasks` restricts the questions; None takes all of them.
+    "kl" weighs every token of the full cache's answers alike, with a 95 % bootstrap over contexts; "same" is the
+    percentage of answers with the full cache's exact text. `tasks` restricts the questions; None takes all of them.
     """
-    chosen = [[told for told in line["answers"] if tasks is None or told["task"] in tasks] for line in lines]
-    every = [told for answers in chosen for told in answers]
-    if not every or not all("kl" in told for told in every):
+    chosen = [[answer for answer in line["answers"] if tasks is None or answer["task"] in tasks] for line in lines]
+    every = [answer for answers in chosen for answer in answers]
+    if not every or not all("kl" in answer for answer in every):
         return {}
-    sums = np.array([sum(told["kl"] * told["answer_tokens"] for told in answers) for answers in chosen])
-    tokens = np.array([sum(told["answer_tokens"] for told in answers) for answers in chosen], dtype=float)
+    sums = np.array([sum(answer["kl"] * answer["answer_tokens"] for answer in answers) for answers in chosen])
+    tokens = np.array([sum(answer["answer_tokens"] for answer in answers) for answers in chosen], dtype=float)
     figures = weighted_interval(sums, tokens)
-    same = 100 * sum(told["same"] for told in every) / len(every)
+    same = 100 * sum(answer["same"] for answer in every) / len(every)
     return dict(zip(FIGURES, (*figures, same, int(tokens.sum())), strict=True))

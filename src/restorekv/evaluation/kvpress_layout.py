@@ -1,23 +1,22 @@
-"""Finished cells in the layout of kvpress 0.5.5's evaluation (evaluation/evaluate.py), which its leaderboard reads.
+"""Exports finished cells in the layout of kvpress 0.5.5's evaluation (evaluation/evaluate.py), for its leaderboard.
 
 DIR/kvpress/{dataset}__{data_dir}__{model, -- for /}__{press_name}__{compression ratio, two digits}[__fraction0.200]
            [__max_context4096]/
     predictions.csv   the rows that were asked, without their contexts, with predicted_answer and compression_ratio
     metrics.json      ruler: {task: {"string_match": points}}; longbench: points; others: {task: {"score": points}}
     config.yaml       kvpress's settings
-    restorekv.json    the cell, what it was made with and its figures; no part of kvpress's layout
+    restorekv.json    the cell, what it was made with and its figures; not part of kvpress's layout
 
-A folder whose name is taken by another cell gets a numbered one inside, as kvpress does (ratios 0.12 and 0.125 print
-alike). compression_ratio is 1 - r. LongBench has a folder for each task, as kvpress runs them.
+compression_ratio is 1 - r. LongBench gets a folder for each task, as kvpress runs them. Where another cell has the
+name (ratios 0.12 and 0.125 print alike), a numbered folder inside it is used, as kvpress does.
 
-The leaderboard (Hugging Face space nvidia/kvpress-leaderboard, src/data.py) takes a folder directly below its own that
-has config.yaml with no key but those of its settings, metrics.json with "string_match" for every task, and fraction 1;
-the score is the mean over tasks, the compression ratio the mean of the column in predictions.csv. It knows
-neither trust_remote_code nor head_compression_ratio; kvpress does without them too, so both are left out. It does not
-look into numbered folders, passes over other benchmarks and fails on LongBench's bare numbers: send it ruler alone.
+The leaderboard (Hugging Face space nvidia/kvpress-leaderboard, src/data.py) reads folders directly below its own whose
+config.yaml has only keys that it knows (not trust_remote_code and head_compression_ratio, which are left out), whose
+metrics.json has "string_match" for every task, and whose fraction is 1. It averages over tasks, takes the compression
+ratio from predictions.csv, skips numbered folders and other benchmarks, and fails on LongBench: send it ruler only.
 
-Names of presses: kvpress's own where its choice of pairs is ours (KVzip, KVzip+ and RestoreKV over them, one ranking
-over all heads, the template counted); every other cell is named restorekv_ and its settings, which kvpress's own
+A press has kvpress's own name where kvpress chooses the same pairs (KVzip, KVzip+ and RestoreKV over them, one ranking
+over all heads, the template counted); every other cell is named restorekv_ and its settings, which kvpress's
 EvaluationConfig refuses. Only RULER's official rows are data_dir "4096"; generated ones are "4096-generated".
 Cells of other protocols are left out.
 """
@@ -35,7 +34,7 @@ import yaml
 
 from restorekv import tasks
 from restorekv.compression.budget import exact_ratio
-from restorekv.evaluation.cell import FULL, Cell
+from restorekv.evaluation.grid import FULL, Cell
 from restorekv.evaluation.results import Result, load
 from restorekv.files import replacing, write_json
 from restorekv.tasks.longbench import LongBench
@@ -59,7 +58,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Part:
-    """What goes into one folder: `fraction` is the share of the data set that was asked."""
+    """The contents of one folder; `fraction` is the share of the data set that was asked."""
 
     dataset: str
     data_dir: str | None
@@ -69,68 +68,68 @@ class Part:
 
 
 def export(folder: Path) -> list[Path]:
-    """Writes what is finished of a run and not yet written; every folder of the layout, in the cells' order."""
+    """Writes the finished cells that are not written yet; returns every folder of the layout, in the cells' order."""
     done = [result for result in load(folder) if result.done and result.cell.protocol == "kvpress"]
-    return [written(folder / FOLDER, result, part) for result in done for part in parts(result)]
+    return [write(folder / FOLDER, result, part) for result in done for part in parts(result)]
 
 
 def parts(result: Result) -> Iterator[Part]:
-    """A cell by kvpress's data sets."""
-    answers = [told for line in result.lines for told in line["answers"]]
+    """Splits a cell by kvpress's data sets."""
+    answers = [answer for line in result.lines for answer in line["answers"]]
     by_task: dict[str, list[Mapping]] = {}
-    for told in answers:
-        by_task.setdefault(told["task"], []).append(told)
+    for answer in answers:
+        by_task.setdefault(answer["task"], []).append(answer)
     match tasks.make(result.cell.benchmark):
         case Ruler() as ruler:
             official = result.facts["benchmark"]["data"] == RULER_ROWS
             name = str(ruler.length) if official else f"{ruler.length}-generated"
             rows = OFFICIAL_RULER if official else len(ruler.chosen_tasks) * ruler.per_task
-            metrics = {task: {"string_match": points(told)} for task, told in sorted(by_task.items())}
+            metrics = {task: {"string_match": points(own)} for task, own in sorted(by_task.items())}
             yield Part("ruler", name, len(answers) / rows, answers, metrics)
         case LongBench():
-            for task, told in by_task.items():
-                yield Part("longbench", task, len(told) / OFFICIAL_LONGBENCH.get(task, 200), told, points(told))
+            for task, own in by_task.items():
+                yield Part("longbench", task, len(own) / OFFICIAL_LONGBENCH.get(task, 200), own, points(own))
         case other:
-            scores = {task: {"score": round(found["score"], 2)} for task, found in result.summary["tasks"].items()}
+            scores = {task: {"score": round(each["score"], 2)} for task, each in result.summary["tasks"].items()}
             yield Part(other.name, safe(other.spec.partition(":")[2]) or None, 1.0, answers, scores)
 
 
 def points(answers: Sequence[Mapping]) -> float:
-    return round(sum(told["score"] for told in answers) / len(answers) * 100, 2)
+    return round(sum(answer["score"] for answer in answers) / len(answers) * 100, 2)
 
 
-def written(folder: Path, result: Result, part: Part) -> Path:
-    """The part's folder, filled unless it is."""
-    config, ours = settings(result, part), {"cell": result.cell.told, "facts": result.facts, **result.summary}
-    place = free(folder / named(config), result.cell)
-    if (place / CONFIG).exists() and told(place) == ours:
-        return place
-    place.mkdir(parents=True, exist_ok=True)
-    (place / CONFIG).unlink(missing_ok=True)  # comes last: without it a folder is not taken for finished
-    write_json(place / OURS, ours)
-    fill(place, part, config)
-    return place
+def write(folder: Path, result: Result, part: Part) -> Path:
+    """Fills the part's folder, unless it is complete, and returns it."""
+    config, own = settings(result, part), {"cell": result.cell.to_dict(), "facts": result.facts, **result.summary}
+    path = free_folder(folder / folder_name(config), result.cell)
+    if (path / CONFIG).exists() and read_own(path) == own:
+        return path
+    path.mkdir(parents=True, exist_ok=True)
+    (path / CONFIG).unlink(missing_ok=True)  # written last: a folder without it is not finished
+    write_json(path / OURS, own)
+    write_kvpress_files(path, part, config)
+    return path
 
 
-def fill(place: Path, part: Part, config: Mapping) -> None:
-    """The three files that kvpress writes."""
+def write_kvpress_files(path: Path, part: Part, config: Mapping) -> None:
+    """Writes the three files that kvpress writes."""
     known = {key: column for key, column in COLUMNS.items() if key in part.answers[0]}
     if part.dataset == "longbench":
         known["references"] = "answers"
-    rows = [[told[key] for key in known] + [config["compression_ratio"]] for told in part.answers]
-    with replacing(place / "predictions.csv") as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+    rows = [[answer[key] for key in known] + [config["compression_ratio"]] for answer in part.answers]
+    with replacing(path / "predictions.csv") as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
         table = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")
         table.writerows([[*known.values(), "compression_ratio"], *rows])
-    with replacing(place / "metrics.json") as temporary:
+    with replacing(path / "metrics.json") as temporary:
         temporary.write_text(json.dumps(part.metrics, indent=4), encoding="utf-8")
-    with replacing(place / CONFIG) as temporary:
+    with replacing(path / CONFIG) as temporary:
         temporary.write_text(yaml.dump(config, sort_keys=False), encoding="utf-8")
 
 
 def settings(result: Result, part: Part) -> dict:
-    """kvpress's EvaluationConfig, without the two keys that the leaderboard does not know and the two of other presses.
+    """Returns kvpress's EvaluationConfig, without two keys that the leaderboard refuses and two of other presses.
 
-    What ours needs beyond it stands in press_init_command, which the leaderboard shows beside a method's name.
+    press_init_command holds our own settings; the leaderboard shows it next to a method's name.
     """
     cell, facts = result.cell, result.facts
     return {
@@ -140,12 +139,12 @@ def settings(result: Result, part: Part) -> dict:
         "max_context_length": cell.max_context or None, "query_aware": False, "needle_depth": None,
         "compression_interval": None, "target_size": None, "hidden_states_buffer_size": None,
         "output_dir": "./results", "log_level": "INFO", "model_kwargs": {"dtype": facts["dtype"]},
-        "press_init_command": made_with(cell, facts), "seed": tasks.make(cell.benchmark).seed, "fp8": False,
+        "press_init_command": command(cell, facts), "seed": tasks.make(cell.benchmark).seed, "fp8": False,
     }  # fmt: skip
 
 
 def press(cell: Cell, facts: Mapping) -> str:
-    """kvpress's name of the method, or one of our own that it cannot be taken for."""
+    """Returns kvpress's name of the method, or a name of our own that kvpress does not know."""
     if cell.evictor == FULL:
         return "no_press"
     kvpress_own = {"prefix_policy": "counted", "allocation": "global", "restore_from": "full", "offset": 0}
@@ -158,17 +157,19 @@ def press(cell: Cell, facts: Mapping) -> str:
     return safe("_".join(words))
 
 
-def made_with(cell: Cell, facts: Mapping) -> str:
+def command(cell: Cell, facts: Mapping) -> str:
+    """Returns everything that the cell was made with as one line of text."""
     if cell.evictor == FULL:
         return "None"
-    made = {key: facts[key] for key in ("method", "prefix_policy", "allocation", "restore_from", "offset", "on_tight")}
-    made |= {"storage": cell.storage, "streaming": cell.streaming}
-    made |= {"ratio": cell.ratio, "adapter": cell.adapter, **(facts["adapter"] or {})}
-    return f"restorekv {facts['versions']['restorekv']}: " + ", ".join(f"{key}={value}" for key, value in made.items())
+    keys = ("method", "prefix_policy", "allocation", "restore_from", "offset", "on_tight")
+    made_with = {key: facts[key] for key in keys} | {"storage": cell.storage, "streaming": cell.streaming}
+    made_with |= {"ratio": cell.ratio, "adapter": cell.adapter, **(facts["adapter"] or {})}
+    words = ", ".join(f"{key}={value}" for key, value in made_with.items())
+    return f"restorekv {facts['versions']['restorekv']}: {words}"
 
 
-def named(config: Mapping) -> str:
-    """kvpress's name of the folder."""
+def folder_name(config: Mapping) -> str:
+    """Returns kvpress's name of the folder."""
     words = [config["dataset"], config["data_dir"], config["model"].replace("/", "--"), config["press_name"]]
     words.append(f"{config['compression_ratio']:.2f}")
     if config["fraction"] < 1:
@@ -178,18 +179,18 @@ def named(config: Mapping) -> str:
     return "__".join(filter(None, words))
 
 
-def free(place: Path, cell: Cell) -> Path:
-    """The first of `place`, `place`/1, `place`/2 ... that is the cell's or nobody's."""
-    found, number = place, 0
-    while found.exists() and told(found).get("cell") != cell.told and any(found.iterdir()):
+def free_folder(path: Path, cell: Cell) -> Path:
+    """Returns the first of `path`, `path`/1, `path`/2 ... that holds the cell or nothing."""
+    free, number = path, 0
+    while free.exists() and read_own(free).get("cell") != cell.to_dict() and any(free.iterdir()):
         number += 1
-        found = place / str(number)
-    return found
+        free = path / str(number)
+    return free
 
 
-def told(place: Path) -> dict:
-    """What a folder of ours tells; nothing of kvpress's own."""
-    return json.loads((place / OURS).read_text(encoding="utf-8")) if (place / OURS).exists() else {}
+def read_own(path: Path) -> dict:
+    """Returns what a folder's restorekv.json holds; {} for a folder that kvpress wrote."""
+    return json.loads((path / OURS).read_text(encoding="utf-8")) if (path / OURS).exists() else {}
 
 
 def safe(text: str) -> str:

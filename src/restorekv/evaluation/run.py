@@ -1,4 +1,4 @@
-"""Carries a grid out: whatever cells and contexts are missing in a folder, and nothing twice."""
+"""Runs a grid: answers the cells and contexts that a folder lacks, and none of them twice."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from restorekv.cache import quantized
 from restorekv.compression.budget import exact_ratio
 from restorekv.compression.compressor import make_compressor
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.cell import FULL, Cell
-from restorekv.evaluation.cell_facts import facts
-from restorekv.evaluation.job import Job, jobs
-from restorekv.evaluation.protocols import make
-from restorekv.evaluation.results import CELLS, SUMMARY, Result, opened
+from restorekv.evaluation import protocols
+from restorekv.evaluation.grid import FULL, Cell, Job, jobs
+from restorekv.evaluation.results import CELLS, SUMMARY, Result, opened, provenance
 from restorekv.evaluation.summary import summary
 from restorekv.evaluation.worker import Line, Worker
 from restorekv.files import locked, write_json
 from restorekv.model.load import check_dtype
+from restorekv.tasks.base import digest
 
 LOCK = ".lock"
-Facts = dict[Cell, dict]
-Missing = list[tuple[str, list[Cell]]]  # samples in order, each with the cells that lack it
+Facts = dict[Cell, dict]  # what each cell is made with
+Missing = list[tuple[str, list[Cell]]]  # ids of samples in order, each with the cells that lack it
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Job `turn` of `jobs`, counted from 0, is under way: `done` of its `total` contexts are answered."""
+    """Job `turn` of `jobs`, counted from 0, runs: `done` of its `total` contexts are answered."""
 
     what: str
     turn: int
@@ -40,98 +39,124 @@ class Progress:
 
     @property
     def share(self) -> float:
-        """Of all the work, jobs counted alike."""
+        """The share of all work that is done; every job counts alike."""
         return (self.turn + self.done / max(self.total, 1)) / self.jobs
 
 
-Tell = Callable[[Progress], None]
+OnProgress = Callable[[Progress], None]
 
 
-class Pool(Protocol):
-    """Where jobs are worked on."""
+class WorkerPool(Protocol):
+    """Where jobs run."""
 
     def open(self, job: Job) -> tuple[Facts, list[str]]:
-        """What every cell is made with, and the names of the samples, in order."""
+        """Returns what every cell is made with, and the ids of the samples in order."""
 
     def answers(self, job: Job, missing: Missing) -> Iterator[list[Line]]:
-        """For every entry of `missing`, in its order, a line of each cell."""
+        """Yields, for every entry of `missing` in its order, a line of each cell."""
 
 
-class Here:
-    """This process; the job opened last stays open."""
+class LocalPool:
+    """Runs jobs in this process; the job opened last stays open."""
 
     def __init__(self, device: str = "cpu") -> None:
         self.device, self.opened = device, None
 
     def worker(self, job: Job) -> Worker:
         if self.opened is None or self.opened.job != job:
-            self.opened = None  # the old one goes before the new one comes
+            self.opened = None  # frees the last job before the next one loads
             self.opened = Worker(job, self.device)
         return self.opened
 
     def open(self, job: Job) -> tuple[Facts, list[str]]:
         worker = self.worker(job)
-        return {cell: facts(worker, cell) for cell in job.cells}, [sample.id for sample in worker.samples]
+        return {cell: cell_facts(worker, cell) for cell in job.cells}, [sample.id for sample in worker.samples]
 
     def answers(self, job: Job, missing: Missing) -> Iterator[list[Line]]:
-        for name, cells in missing:
-            yield list(self.worker(job).answers(name, cells))
+        for sample, cells in missing:
+            yield list(self.worker(job).answers(sample, cells))
+
+
+def cell_facts(worker: Worker, cell: Cell) -> dict:
+    """Returns what the cell is made with; cells with equal facts and fields have equal answers on one machine."""
+    adapter, benchmark, name = worker.adapters[cell], worker.benchmark, FULL
+    if cell.evictor != FULL:
+        context, _ = worker.protocol.context(cell.model, worker.tokenizer, "any text")
+        compressor = worker.protocol.adapted(make_compressor(cell.evictor, worker.conventions(cell)), context.prefix)
+        name = compressor.identity(worker.model)
+    unit = "contexts" if benchmark.by_context(worker.protocol.name) else "questions"
+    return {
+        **provenance(worker.model, worker.conventions(cell)),
+        "method": name,
+        "adapter": adapter.identity() if adapter else None,
+        "benchmark": {
+            **benchmark.described(), "title": benchmark.title, "spec": benchmark.spec,
+            "samples": len(worker.samples), "digest": digest(worker.samples),
+            "questions": sum(len(sample.questions) for sample in worker.samples),
+        },
+        "protocol": worker.protocol.described(cell.model, worker.tokenizer),
+        "score": f"mean over tasks of the mean over {unit} x 100",
+        "interval": "95 %, bootstrap over contexts",
+    }  # fmt: skip
 
 
 def run(
-    cells: Sequence[Cell], folder: Path, pool: Pool | None = None, tell: Tell = lambda progress: None
+    cells: Sequence[Cell],
+    folder: Path,
+    pool: WorkerPool | None = None,
+    on_progress: OnProgress = lambda progress: None,
 ) -> list[Result]:
-    """Every cell's result, in the order of `cells`; what `folder` already holds is neither asked nor changed.
+    """Returns every cell's result, in the order of `cells`; what `folder` already holds is neither asked nor changed.
 
-    Raises RestoreKVError for cells that name nothing that exists, before any of them is worked on, and for a folder
-    whose cells were made with something else or that another process is filling.
+    Raises RestoreKVError for cells that name nothing that exists, before any of them runs, and for a folder whose
+    cells were made with something else or that another process is filling.
     """
     check(cells)
-    with alone(folder):
-        found = carried_out(jobs(cells), folder, pool or Here(), tell)
-    return [found[cell] for cell in cells]
+    with locked_folder(folder):
+        results = run_jobs(jobs(cells), folder, pool or LocalPool(), on_progress)
+    return [results[cell] for cell in cells]
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Two runs would ask the same contexts, and both would add the answers. A run that opens no cell leaves nothing."""
-    here = folder.exists()
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Refuses a second run, which would add every answer again; removes the folder if no cell was opened in it."""
+    existed = folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder / LOCK) as mine:
-        if not mine:
+    with locked(folder / LOCK) as acquired:
+        if not acquired:
             raise RestoreKVError(f"Another run is filling {folder}; wait until it ends or choose another folder.")
         try:
             yield
         finally:
             if not (folder / CELLS).exists():
                 (folder / LOCK).unlink()
-                if not here:
+                if not existed:
                     folder.rmdir()
 
 
-def carried_out(todo: Sequence[Job], folder: Path, pool: Pool, tell: Tell) -> dict[Cell, Result]:
-    """Job by job."""
-    found: dict[Cell, Result] = {}
+def run_jobs(todo: Sequence[Job], folder: Path, pool: WorkerPool, on_progress: OnProgress) -> dict[Cell, Result]:
+    """Runs one job after the other and returns every cell's result."""
+    finished: dict[Cell, Result] = {}
     for turn, job in enumerate(todo):
-        tell(Progress(job.title, turn, len(todo), 0, 0))
-        made, names = pool.open(job)
-        if not names:
+        on_progress(Progress(job.title, turn, len(todo), 0, 0))
+        facts, samples = pool.open(job)
+        if not samples:
             raise RestoreKVError(f"The benchmark {job.first.benchmark} has no contexts; choose other settings.")
-        results = {cell: opened(folder, cell, made[cell]) for cell in job.cells}
-        missing = lacking(results, names)
-        for done, lines in enumerate(pool.answers(job, missing), len(names) - len(missing) + 1):
+        results = {cell: opened(folder, cell, facts[cell]) for cell in job.cells}
+        missing = missing_samples(results, samples)
+        for done, lines in enumerate(pool.answers(job, missing), len(samples) - len(missing) + 1):
             for cell, line, seconds in lines:
                 results[cell].append(line, seconds)
-            tell(Progress(job.title, turn, len(todo), done, len(names)))
+            on_progress(Progress(job.title, turn, len(todo), done, len(samples)))
         for result in results.values():
             if not result.done:
                 write_json(result.folder / SUMMARY, summary(result))
-        found |= results
-    return found
+        finished |= results
+    return finished
 
 
 def check(cells: Sequence[Cell]) -> None:
-    """Refuses what could not be carried out, without loading anything."""
+    """Raises RestoreKVError for what could not run, without loading anything."""
     if not cells:
         raise RestoreKVError("There is nothing to evaluate; name an evictor.")
     for cell in cells:
@@ -140,15 +165,15 @@ def check(cells: Sequence[Cell]) -> None:
         quantized.check(cell.storage)
         check_dtype(cell.dtype)
         if cell.evictor != FULL:
-            conventions = cell.conventions(make(cell.protocol).prefix_policy)
+            conventions = cell.conventions(protocols.make(cell.protocol).prefix_policy)
             make_compressor(cell.evictor, conventions, cell.streaming or None)
 
 
-def lacking(results: dict[Cell, Result], names: Sequence[str]) -> Missing:
-    """What is still to be answered. Raises RestoreKVError for answers to other samples than these."""
+def missing_samples(results: dict[Cell, Result], samples: Sequence[str]) -> Missing:
+    """Returns the samples that are not answered yet. Raises RestoreKVError for answers to other samples than these."""
     answered = {cell: {line["sample"] for line in result.lines} for cell, result in results.items()}
-    for cell, held in answered.items():
-        if not held <= set(names):
+    for cell, ids in answered.items():
+        if not ids <= set(samples):
             raise RestoreKVError(f"{results[cell].folder} has answers to other contexts; choose another folder.")
-    missing = [(name, [cell for cell in results if name not in answered[cell]]) for name in names]
-    return [(name, wanted) for name, wanted in missing if wanted]
+    missing = [(sample, [cell for cell in results if sample not in answered[cell]]) for sample in samples]
+    return [(sample, cells) for sample, cells in missing if cells]

@@ -18,9 +18,8 @@ from restorekv.compression.generate import answer_ids, answer_text, stop_ids
 from restorekv.compression.prepared import CompressionConfig, Compressor, PreparedContext, ScoredContext, timed
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
-from restorekv.evaluation.cell import FULL, Cell
 from restorekv.evaluation.fidelity import FullAnswers
-from restorekv.evaluation.job import Job
+from restorekv.evaluation.grid import FULL, Cell, Job
 from restorekv.model import attention
 from restorekv.model.load import load_model
 from restorekv.model.prefill import prefill

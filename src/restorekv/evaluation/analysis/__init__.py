@@ -1,5 +1,6 @@
-"""What eviction does to attention and predictions, what survives, where the restore tokens look, and what it all costs.
+"""Analyses: what eviction does to attention and predictions, what survives, what restore tokens attend to, and costs.
 
-Every analysis is a module with `DEFINITIONS`, `measure(case)` -> plain figures of one document at one ratio, and
-`pooled(pool)` -> those of all documents. `run` goes over a benchmark, `efficiency` measures time and memory.
+Every analysis is a module with `DEFINITIONS`, `measure(case)`, which returns plain figures of one document at one
+ratio, and `pooled(figures)`, which returns those of all documents. `run` goes over the documents of a benchmark;
+`cost` measures time and memory.
 """

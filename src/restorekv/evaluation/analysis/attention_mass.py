@@ -1,22 +1,15 @@
 """Where the last query token looks: its attention mass on the context, layer by layer (the paper's Fig. mechanism).
 
-The last query token is the one that predicts the first answer token. With a_i its attention weight on pair i in one
-query head, a cache's pairs fall in four parts, whose masses add up to 1:
+The last query token predicts the first answer token. In one query head its attention weights a_i over a cache's pairs
+fall in four parts, whose masses add up to 1; DEFINITIONS says which. The paper does not define its divergences; two
+natural ones are measured, in nats, over layers l and context columns i:
 
-    context    pairs of the context beyond the sinks ("non-sink context")
-    sinks      pairs of the chat prefix, and of the first 4 columns where the prefix is shorter
-    restore    the n restore pairs, which are no context
-    question   the question's own pairs, template suffix included
-
-The layer profile is m_l = the mean of the context mass over query heads and questions. The paper does not define its
-divergences; two natural ones are told, in nats:
-
-    kl_profile     KL(p || q) = sum_l p_l log(p_l / q_l),  p = m^full / sum_l m^full_l,  q = m^cache / sum_l m^cache_l;
-                   not defined (null) where a layer holds no context at all, hence also
-                   kl_profile_backward = KL(q || p)
+    kl_profile     KL(p || q) = sum_l p_l log(p_l / q_l),  p = m^full / sum_l m^full_l,  q = m^cache / sum_l m^cache_l,
+                   m_l = the mean of the context mass over query heads and questions; null where a layer holds no
+                   context at all, hence also kl_profile_backward = KL(q || p)
     kl_attention   mean over query heads and questions of  sum_{i in K} p_i log(p_i / q_i),
                    p = a^full / sum_K a^full,  q = a^cache / sum_K a^cache,
-                   K = the non-sink context columns that the head holds; heads that hold none are left out
+                   K = the columns of `context` that the head holds; heads that hold none are left out
 """
 
 from __future__ import annotations
@@ -26,44 +19,45 @@ import torch
 from torch import Tensor
 
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
-from restorekv.evaluation.analysis.case import FULL, Case
-from restorekv.evaluation.analysis.pool import Pool, plain
+from restorekv.evaluation.analysis.case import FULL, Case, DocumentFigures, plain
 from restorekv.evaluation.analysis.watch import watching
 from restorekv.model.shape import decoder
 
 PARTS = ("context", "sinks", "restore", "question")
-LEAST = 0.001  # layers whose context mass is below are counted
+LEAST = 0.001  # a layer with a smaller mass on the context is counted in `layers_below`
 DEFINITIONS = {
     "query": "the last token before the answer; means over query heads and questions",
     "context": "context pairs beyond the sinks",
     "sinks": "the chat prefix, and the first 4 columns where it is shorter",
-    "restore": "the restore pairs, which are no context",
-    "question": "the question's own pairs",
+    "restore": "the restore pairs, which are not context",
+    "question": "the question's own pairs, template suffix included",
     "layers_below": "layers whose mean mass on the context is below 0.1 %",
-    "kl_profile": "KL(full || cache) in nats of the mean context masses, normalised over layers; not defined where a "
+    "kl_profile": "KL(full || cache) in nats of the mean context masses, normalized over layers; not defined where a "
     "layer's mass is zero",
     "kl_profile_backward": "KL(cache || full) of the same, always defined",
     "kl_attention": "KL(full || cache) in nats of the attention over the context columns that the head holds, "
-    "normalised over them; mean over layers, heads and questions",
+    "normalized over them; mean over layers, heads and questions",
 }
 
 
 def measure(case: Case) -> dict:
-    """{cache: {"masses": (L, 4), "kl_attention": [sums (L), heads that hold context (L)]}}, means over questions."""
-    found: dict[str, list[dict]] = {name: [] for name in case.caches}
+    """Returns means over questions: {cache: {"masses": (L, 4), "kl_attention": [sums (L), heads with context (L)]}}."""
+    figures: dict[str, list[dict]] = {name: [] for name in case.caches}
     for prompt in case.prompts:
         full: dict[tuple[int, int], Tensor] = {}
         for name, cache in case.caches.items():
-            found[name].append(looked(case, cache, prompt, full, keep=name == FULL))
+            figures[name].append(measure_question(case, cache, prompt, full, keep=name == FULL))
     return {
         name: {key: np.mean([each[key] for each in every], 0).tolist() for key in every[0]}
-        for name, every in found.items()
+        for name, every in figures.items()
     }
 
 
 @torch.no_grad()
-def looked(case: Case, cache: RaggedCache, prompt: Tensor, full: dict[tuple[int, int], Tensor], keep: bool) -> dict:
-    """One question: masses and divergences; with `keep` the weights on the context are put into `full`."""
+def measure_question(
+    case: Case, cache: RaggedCache, prompt: Tensor, full: dict[tuple[int, int], Tensor], keep: bool
+) -> dict:
+    """Returns masses and divergences of one question; `keep` stores its weights on the context in `full`."""
     model, layers, sinks = case.prepared.model, len(cache.layers), case.sinks
     masses, kl = torch.zeros(layers, len(PARTS), dtype=torch.float64), torch.zeros(2, layers, dtype=torch.float64)
 
@@ -86,54 +80,49 @@ def looked(case: Case, cache: RaggedCache, prompt: Tensor, full: dict[tuple[int,
 
 
 def divergence(p: Tensor, q: Tensor) -> Tensor:
-    """KL of the last dimension's weights, (..., K) each, once they are normalised: (...)."""
+    """Returns KL(p || q) (...) of weights (..., K), after normalizing both over the last dimension."""
     tiny = torch.finfo(q.dtype).tiny
     p, q = (x.clamp_min(tiny) / x.clamp_min(tiny).sum(-1, keepdim=True) for x in (p, q))
     return (p * (p / q).log()).sum(-1)
 
 
-def pooled(pool: Pool) -> dict:
-    """Every question weighs the same; intervals over documents."""
-    masses = {name: pool.mean(name, "masses", by_question=True) for name in pool.documents[0]}
+def pooled(figures: DocumentFigures) -> dict:
+    """Every question weighs the same; intervals are over documents."""
+    masses = {name: figures.mean(name, "masses", by_question=True) for name in figures.documents[0]}
     caches = {}
     for name, mean in masses.items():
         caches[name] = {
             **{part: plain(mean[:, index]) for index, part in enumerate(PARTS)},
             "average": dict(zip(PARTS, plain(mean.mean(0)), strict=True)),
-            "context_interval": pool.interval(lambda x: x[..., 0].mean(-1), name, "masses", by_question=True),
+            "context_interval": figures.interval(lambda x: x[..., 0].mean(-1), name, "masses", by_question=True),
             "layers_below": int((mean[:, 0] < LEAST).sum()),
         }
         if name != FULL:
-            caches[name] |= divergences(pool, name, masses[FULL][:, 0], mean[:, 0])
+            caches[name] |= divergences(figures, name, masses[FULL][:, 0], mean[:, 0])
     return {"caches": caches}
 
 
-def divergences(pool: Pool, name: str, full: np.ndarray, cache: np.ndarray) -> dict:
-    """Both definitions; the profile's interval resamples the two profiles together."""
-    both = Pool([{"masses": [each[FULL]["masses"], each[name]["masses"]]} for each in pool.documents], pool.questions)
+@np.errstate(invalid="ignore", divide="ignore")
+def divergences(figures: DocumentFigures, name: str, full: np.ndarray, cache: np.ndarray) -> dict:
+    """Returns both divergences; the profile's interval resamples the two profiles together."""
+    pairs = [{"masses": [each[FULL]["masses"], each[name]["masses"]]} for each in figures.documents]
+    both, columns = DocumentFigures(pairs, figures.questions), {}
+    for key, order in (("kl_profile", (0, 1)), ("kl_profile_backward", (1, 0))):
 
-    def forward(x: np.ndarray) -> np.ndarray:
-        return profile_divergence(x[:, 0, :, 0], x[:, 1, :, 0])
+        def of_means(x: np.ndarray, order: tuple[int, int] = order) -> np.ndarray:
+            return profile_divergence(*(x[:, side, :, 0] for side in order))
 
-    def backward(x: np.ndarray) -> np.ndarray:
-        return profile_divergence(x[:, 1, :, 0], x[:, 0, :, 0])
-
-    sums, heads = pool.mean(name, "kl_attention", by_question=True)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return {
-            "kl_profile": plain(profile_divergence(full, cache)),
-            "kl_profile_interval": both.interval(forward, "masses", by_question=True),
-            "kl_profile_backward": plain(profile_divergence(cache, full)),
-            "kl_profile_backward_interval": both.interval(backward, "masses", by_question=True),
-            "kl_attention": plain(np.nanmean(sums / heads)),
-            "kl_attention_interval": pool.interval(
-                lambda x: np.nanmean(x[:, 0] / x[:, 1], -1), name, "kl_attention", by_question=True
-            ),
-            "kl_attention_per_layer": plain(sums / heads),
-        }
+        columns[key] = plain(profile_divergence(*((full, cache)[side] for side in order)))
+        columns[f"{key}_interval"] = both.interval(of_means, "masses", by_question=True)
+    sums, heads = figures.mean(name, "kl_attention", by_question=True)
+    columns["kl_attention"] = plain(np.nanmean(sums / heads))
+    columns["kl_attention_interval"] = figures.interval(
+        lambda x: np.nanmean(x[:, 0] / x[:, 1], -1), name, "kl_attention", by_question=True
+    )
+    return columns | {"kl_attention_per_layer": plain(sums / heads)}
 
 
 def profile_divergence(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """KL(p || q) of two layer profiles (..., L), normalised over layers; 0 log 0 is 0, p log(p / 0) infinite."""
+    """Returns KL(p || q) of layer profiles (..., L), normalized over layers; 0 log 0 is 0, p log(p / 0) is infinite."""
     p, q = first / first.sum(-1, keepdims=True), second / second.sum(-1, keepdims=True)
     return np.where(p > 0, p * np.log(np.where(p > 0, p / q, 1)), 0).sum(-1)

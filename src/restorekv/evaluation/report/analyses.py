@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from restorekv.errors import RestoreKVError
+from restorekv.evaluation.analysis.run import RENAMED
 from restorekv.evaluation.report import convention, draw, kept_charts
 from restorekv.evaluation.report.blocks import (
     NARROW,
@@ -65,7 +66,7 @@ def sections(folder: Path) -> list[Section]:
     for kind, (title, intro, blocks_of) in KINDS.items():
         blocks: list[Block] = []
         for told in files:
-            if told["analysis"] == kind:
+            if RENAMED.get(told["analysis"], told["analysis"]) == kind:
                 if not isinstance(told.get("figures"), dict):
                     raise RestoreKVError(f"The analysis {told['label']} has no figures; make it again.")
                 blocks += [block for ratio in by_tightness(told) for block in blocks_of(told, ratio)]
@@ -220,7 +221,7 @@ KINDS: dict[str, tuple[str, str, Blocks]] = {
         "Which layers, positions and kinds of tokens the kept pairs belong to.",
         kept_charts.survivors,
     ),
-    "gaze": (
+    "restore_attention": (
         "Where restore tokens look",
         "The restore pass reads the full cache before eviction: how much of its attention falls on pairs that are kept "
         "and on pairs about to be evicted, and which tokens those are.",

@@ -15,7 +15,7 @@ from pathlib import Path
 from restorekv import tasks
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
-from restorekv.evaluation.cell import FULL
+from restorekv.evaluation.grid import FULL
 from restorekv.evaluation.results import CELLS, Result, load
 from restorekv.evaluation.stats import Answer, compared, counted, without_loss
 
@@ -252,7 +252,7 @@ def pooled(by_spec: dict[str, Result]) -> Pool:
 def check(results: Sequence[Result]) -> None:
     """One model under one name, one set of questions in one place."""
     refuse(results, "models", "fingerprint", lambda result: (result.cell.model, result.cell.protocol))
-    refuse(results, "benchmark data", "digest", lambda result: result.cell.place)
+    refuse(results, "benchmark data", "digest", lambda result: result.cell.question_set)
 
 
 def refuse(results: Sequence[Result], what: str, key: str, name: Callable[[Result], Hashable]) -> None:

@@ -1,9 +1,7 @@
-"""Where the restore tokens look: attention of the restore pass (Eqs. 4-6), before anything is dropped.
+"""What restore tokens attend to in the restore pass (Eqs. 4-6), before anything is evicted.
 
-The weight of a restore token in one query head falls on five parts, whose masses add up to 1: context pairs beyond
-the sinks that the restored cache keeps (`kept`) and drops (`evicted`), `sinks` (the chat prefix, and the first 4
-columns where it is shorter), earlier tokens of the pass (`restore`) and the token `itself`. A pass that reads the
-evicted cache (restore_from="evicted") has nothing evicted to look at.
+A restore token's weights in one query head fall in five parts, whose masses add up to 1: `kept`, `evicted`, `sinks`,
+`restore` and `itself`; DEFINITIONS says which. `evicted` is 0 where the pass reads the evicted cache.
 """
 
 from __future__ import annotations
@@ -15,29 +13,27 @@ import torch
 from torch import Tensor
 
 from restorekv.cache.ragged import RaggedLayer
-from restorekv.evaluation.analysis.case import BINS, RESTORED, Case
-from restorekv.evaluation.analysis.pool import Pool, plain
+from restorekv.evaluation.analysis.case import BINS, RESTORED, Case, DocumentFigures, plain
 from restorekv.evaluation.analysis.watch import watching
-from restorekv.evaluation.analysis.words import pieces
 
 PARTS = ("kept", "evicted", "sinks", "restore", "itself")
-EXAMPLES, TOP = 3, 8  # documents whose tokens are shown, tokens shown of each
+EXAMPLES, TOP = 3, 8  # documents whose tokens are listed, tokens listed of each
 DEFINITIONS = {
     "kept": "context pairs beyond the sinks that the restored cache keeps",
-    "evicted": "context pairs beyond the sinks that it drops",
+    "evicted": "context pairs beyond the sinks that it evicts",
     "sinks": "the chat prefix, and the first 4 columns where it is shorter",
     "restore": "earlier restore tokens",
     "itself": "the restore token's own pair",
     "kept_share": "kept / (kept + evicted); blind: the share of context pairs beyond the sinks that is kept",
     "histogram": "share of a token's attention to the context beyond the sinks, by twentieth of the context",
-    "entropy": "in nats, of the attention over the context beyond the sinks, normalised over it; mean over query heads",
+    "entropy": "in nats, of the attention over the context beyond the sinks, normalized over it; mean over query heads",
     "weight": "share of a token's attention to the context beyond the sinks, all layers and heads together",
 }
 
 
 @torch.no_grad()
 def measure(case: Case) -> dict:
-    """masses (5, L, n), histogram (n, BINS), entropy (L, n) with its uniform value, pairs [kept, all], examples."""
+    """Returns masses (5, L, n), histogram (n, BINS), entropy (L, n), its uniform value, pairs [kept, all], tokens."""
     adapter, cache, prefix, sinks = case.adapter, case.read_by_restore(), case.prepared.context.prefix, case.sinks
     layers, n = len(cache.layers), adapter.restore_tokens
     keep = case.kept[RESTORED]  # (L, H, S + T)
@@ -58,45 +54,46 @@ def measure(case: Case) -> dict:
         adapter.append(cache)
     total = (total / total.sum(-1, keepdim=True).clamp_min(torch.finfo(total.dtype).tiny))[:, prefix:]
     histogram = torch.zeros(n, BINS, dtype=torch.float64).index_add_(1, case.bins, total)
-    found = {
+    figures = {
         "masses": masses.tolist(),
         "histogram": histogram.tolist(),
         "entropy": entropy.tolist(),
         "uniform": float(np.log(max(keep.shape[-1] - sinks, 1))),
         "pairs": [int(keep[..., sinks:].sum()), keep[..., sinks:].numel()],
     }
-    return found | ({"document": case.sample.id, "tokens": shown(case, total)} if case.index < EXAMPLES else {})
+    return figures | ({"document": case.sample.id, "tokens": top_tokens(case, total)} if case.index < EXAMPLES else {})
 
 
 def entropy_of(weights: Tensor) -> Tensor:
-    """(..., K) -> (...), once normalised; 0 where there is nothing to look at."""
+    """Returns the entropy (...) of weights (..., K) after normalizing them; 0 where all weights are 0."""
     shares = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
     return -torch.special.xlogy(shares, shares).sum(-1)
 
 
-def shown(case: Case, total: Tensor) -> list[list[dict]]:
-    """The TOP context tokens of each restore token; total (n, T)."""
-    context = case.prepared.context
-    texts = pieces(case.tokenizer, context.ids[0, context.prefix :].tolist())
+def top_tokens(case: Case, total: Tensor) -> list[list[dict]]:
+    """Returns the TOP context tokens of each restore token; total (n, T)."""
     weights, places = total.topk(min(TOP, total.shape[-1]))
     return [
-        [{"text": texts[place], "position": place, "weight": plain(weight)} for weight, place in zip(*row, strict=True)]
+        [
+            {"text": case.pieces[place], "position": place, "weight": plain(weight)}
+            for weight, place in zip(*row, strict=True)
+        ]
         for row in zip(weights.tolist(), places.tolist(), strict=True)
     ]
 
 
-def pooled(pool: Pool) -> dict:
+def pooled(figures: DocumentFigures) -> dict:
     """Every document weighs the same."""
-    masses, pairs = pool.mean("masses"), pool.mean("pairs")
+    masses, pairs = figures.mean("masses"), figures.mean("pairs")
     kept, evicted = masses[0].mean(), masses[1].mean()
     return {
         "average": dict(zip(PARTS, plain(masses.mean((1, 2))), strict=True)),
         **dict(zip(PARTS, plain(masses), strict=True)),
         "kept_share": {"seen": plain(kept / (kept + evicted)), "blind": plain(pairs[0] / pairs[1])},
-        "histogram": plain(pool.mean("histogram")),
-        "entropy": plain(pool.mean("entropy")),
-        "entropy_uniform": plain(pool.mean("uniform")),
+        "histogram": plain(figures.mean("histogram")),
+        "entropy": plain(figures.mean("entropy")),
+        "entropy_uniform": plain(figures.mean("uniform")),
         "examples": [
-            {"document": each["document"], "tokens": each["tokens"]} for each in pool.documents if "tokens" in each
+            {key: each[key] for key in ("document", "tokens")} for each in figures.documents if "tokens" in each
         ],
     }

@@ -1,6 +1,6 @@
-"""Compressing a context with one scorer, with or without a restore pass, in a process: ... compress_side JOB.
+"""Measures compressing a context with one scorer, with or without a restore pass: python -m ...compress_cost JOB.
 
-A process of its own for every measurement, so that no memory that another one freed is used again, uncounted.
+Every measurement is a process of its own, so that no memory that another one freed is used again, uncounted.
 """
 
 from __future__ import annotations
@@ -21,49 +21,48 @@ from restorekv.compression.budget import from_file
 from restorekv.compression.compressor import Eviction, shipped_adapter
 from restorekv.compression.prepared import timed
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.meter import Peak, serve
+from restorekv.evaluation.measure import Peak, serve
 from restorekv.evaluation.workload import LEARNED, WARM_UP, random_gate, text_of
 from restorekv.model.load import BUNDLED, load_model, model_name
 from restorekv.model.prompt import Context, make_context
 from restorekv.restore.adapter import RestoreAdapter
 
 PHASES = ("prefill", "score", "restore", "evict")
-REFUSED = "refused"  # a user's mistake, handed back to the process that told the job
+REFUSED = "refused"  # a user's error, returned to the process that wrote the job
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
-SMALL, LARGE = 1 << 16, 1 << 25  # bytes; LARGE is where glibc's own, which adapts itself, ends
+SMALL, LARGE = 1 << 16, 1 << 25  # bytes; glibc's own threshold, which adapts itself, ends at LARGE
 RESTORE_TOKENS, RANK = 8, 8  # of an adapter of random weights, as in the paper
 
 
 def measure(job: dict) -> dict:
-    """{"adapter", "gate", "seconds": by phase and "total", "peak"}, or {"refused": what is wrong}."""
+    """Returns {"adapter", "gate", "seconds": by phase and "total", "peak"}, or {"refused": the error}."""
     try:
-        return measured(job)
+        return measure_compression(job)
     except RestoreKVError as error:
         return {REFUSED: str(error)}
 
 
-def measured(job: dict) -> dict:
-    """Warm up without an adapter, load it and compress for the memory, then compress `repeat` times for the seconds."""
+def measure_compression(job: dict) -> dict:
+    """Warms up without an adapter, loads it and compresses for the memory, then `repeat` times for the seconds."""
     model, tokenizer = load_model(job["model"], job["dtype"], job["device"])
     spec, gate = scorer_of(model, job["evictor"], Path(job["folder"]))
-    base = Eviction.make(spec, None, **from_file(job["conventions"]))
-    context = context_of(tokenizer, job["tokens"])
-    compressed(base, model, tokenizer, context_of(tokenizer, WARM_UP), 1.0)
+    base, context = Eviction.make(spec, None, **from_file(job["conventions"])), context_of(tokenizer, job["tokens"])
+    compress(base, model, tokenizer, context_of(tokenizer, WARM_UP), 1.0)
     peak: dict[str, int | None] = {}
     with memory(model.device, peak):
         adapter, source = adapter_for(model, job["evictor"]) if job["restored"] else (None, None)
         eviction = replace(base, adapter=adapter)
-        compressed(eviction, model, tokenizer, context, job["ratio"])
-    found = [compressed(eviction, model, tokenizer, context, job["ratio"]) for _ in range(job["repeat"])]
-    seconds = {phase: median(each.get(phase, 0.0) for each in found) for phase in PHASES}
-    total = median(sum(each.values()) for each in found)
+        compress(eviction, model, tokenizer, context, job["ratio"])
+    runs = [compress(eviction, model, tokenizer, context, job["ratio"]) for _ in range(job["repeat"])]
+    seconds = {phase: median(each.get(phase, 0.0) for each in runs) for phase in PHASES}
+    total = median(sum(each.values()) for each in runs)
     return {"adapter": source, "gate": gate, "seconds": {**seconds, "total": total}, **peak}
 
 
-def compressed(
+def compress(
     eviction: Eviction, model: PreTrainedModel, tokenizer: Tokenizer, context: Context, ratio: float | str
 ) -> dict[str, float]:
-    """Seconds by phase."""
+    """Compresses the context once and returns seconds by phase."""
     prepared = eviction.prepare(model, tokenizer, context)
     seconds = dict(prepared.seconds)
     with torch.no_grad(), timed(seconds, "evict"):
@@ -72,41 +71,41 @@ def compressed(
 
 
 @contextmanager
-def memory(device: torch.device, found: dict[str, int | None]) -> Iterator[None]:
-    """found["peak"]: bytes held at most inside the block above those before it, on the GPU or of this process."""
+def memory(device: torch.device, figures: dict[str, int | None]) -> Iterator[None]:
+    """Writes to figures["peak"] the most bytes that the block held above those before it, on the GPU or in RAM."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         yield
         torch.cuda.synchronize(device)
-        found["peak"] = torch.cuda.max_memory_allocated(device) - before
+        figures["peak"] = torch.cuda.max_memory_allocated(device) - before
         return
-    map_from(SMALL)
+    map_blocks_from(SMALL)
     with Peak() as peak:
         yield
-    map_from(LARGE)
-    found["peak"] = peak.bytes
+    map_blocks_from(LARGE)
+    figures["peak"] = peak.bytes
 
 
-def map_from(size: int) -> None:
-    """Tells glibc to ask the system for every block of so many bytes or more, and to give it back when it is free.
+def map_blocks_from(size: int) -> None:
+    """Makes glibc map every block of at least `size` bytes, and so return it to the system when it is freed.
 
-    With SMALL the peak of a process is what it holds, to 0.1 MB; with LARGE allocation is as fast as ever.
+    With SMALL the process's peak is what it holds, to 0.1 MB; with LARGE allocation is as fast as ever.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, size)
 
 
 def scorer_of(model: PreTrainedModel, evictor: str, folder: Path) -> tuple[str, str | None]:
-    """A spec, and where a learned scorer's gate comes from: random where none is named or ships with the model."""
+    """Returns a spec and the source of its gate: a random one where a learned scorer names none and none ships."""
     if evictor not in LEARNED or model_name(model) == BUNDLED:
         return evictor, None
     return f"{evictor}:gate={random_gate(model, evictor, folder)}", "random"
 
 
 def adapter_for(model: PreTrainedModel, evictor: str) -> tuple[RestoreAdapter, str]:
-    """The one that ships for this scorer, or one of random weights: shapes decide time and memory."""
+    """Returns the adapter that ships for this scorer, or a random one: shapes decide time and memory."""
     shipped = shipped_adapter(model_name(model), evictor)
     if shipped:
         return RestoreAdapter.from_pretrained(model, shipped), "shipped"
@@ -114,7 +113,7 @@ def adapter_for(model: PreTrainedModel, evictor: str) -> tuple[RestoreAdapter, s
 
 
 def context_of(tokenizer: Tokenizer, tokens: int) -> Context:
-    """Words of random letters, cut to exactly T tokens."""
+    """Returns words of random letters, cut to exactly `tokens` tokens."""
     context = make_context(tokenizer, text_of(8 * tokens, seed=0))
     if context.tokens < tokens:
         raise RestoreKVError(f"The tokenizer makes {context.tokens} tokens of the text to measure, not {tokens}.")

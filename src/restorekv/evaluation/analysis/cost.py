@@ -1,0 +1,234 @@
+"""What restoring costs (the paper's Fig. efficiency): time and memory of compressing, and of attention afterwards.
+
+(a) compression   prefill, scoring, restore pass and eviction, with and without the restore pass, for every scorer;
+                  each measurement is a process of its own (`compress_cost`)
+(b) latency       seconds of one layer's attention in one decode step, and bytes and pairs held, against r; the base
+                  and the restored cache take turns at the same budget B in this process
+
+OUT/efficiency/<label>.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv.cache.ragged import RaggedCache
+from restorekv.compression.budget import exact_ratio
+from restorekv.compression.compressor import Eviction
+from restorekv.compression.prepared import CompressionConfig, ScoredContext
+from restorekv.errors import RestoreKVError
+from restorekv.evaluation.analysis.compress_cost import REFUSED, adapter_for, context_of, scorer_of
+from restorekv.evaluation.analysis.run import label_of
+from restorekv.evaluation.measure import processor
+from restorekv.evaluation.results import differences, provenance
+from restorekv.evaluation.workload import measure_apart
+from restorekv.files import write_json
+from restorekv.model import attention
+from restorekv.model.load import model_name
+from restorekv.model.shape import CacheShape, decoder
+
+FOLDER = "efficiency"
+SCORERS = ("kvzip", "snapkv", "h2o", "fastkvzip")
+RATIOS = ("1", "0.4", "0.2", "0.1", "0.05")
+CONTEXTS = ("prefill", "random")
+WARM_UP = 3  # decode steps
+Progress = Callable[[int, int], None]
+DEFINITIONS = {
+    "seconds": "medians over the repetitions in one process, after a warm-up",
+    "peak": "the most bytes held while compressing, above the loaded model, in a process of its own; with the restore "
+    "pass the adapter's weights count too",
+    "overhead": "seconds of the restore pass over all other seconds of the same process; difference of the peaks, also "
+    "over the base's peak",
+    "milliseconds": "one layer's attention for one new token of batch 1: the median over the steps of the mean over "
+    "layers",
+    "latency_ratio": "median over the steps of restored / base, measured in turn",
+    "bytes": "everything that the compressed cache holds",
+    "pairs": "KV pairs held, chat prefix included",
+}
+
+
+@dataclass(frozen=True)
+class CostOptions:
+    """`tokens` is T. `latency_context`: "prefill", or "random" keys and values where a prefill would take too long."""
+
+    scorers: Sequence[str] = SCORERS
+    tokens: int = 2048
+    ratio: str = "0.05"
+    ratios: Sequence[str] = RATIOS
+    repeat: int = 3
+    steps: int = 200
+    latency_context: str = "prefill"
+
+    def __post_init__(self) -> None:
+        for ratio in (self.ratio, *self.ratios):
+            exact_ratio(ratio)
+        if self.tokens < 64 or self.repeat < 1 or self.steps < 1:
+            raise RestoreKVError("Measure at least 64 tokens, 1 repetition and 1 step.")
+        if self.latency_context not in CONTEXTS:
+            raise RestoreKVError(f"latency_context is {' or '.join(CONTEXTS)}, not {self.latency_context!r}.")
+
+
+def measure(
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    out: Path,
+    options: CostOptions,
+    conventions: CompressionConfig = CompressionConfig(),
+    label: str | None = None,
+    progress: Progress = lambda done, total: None,
+) -> Path:
+    """Returns the file written; raises RestoreKVError where it holds figures of other settings or another machine.
+
+    `conventions` are for eviction with adapters: no offset, a restore pass over the full cache.
+    """
+    label = label or label_of(model_name(model), model.device.type)
+    path = out / FOLDER / f"{label}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    machine = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else processor()
+    settings = {**provenance(model, conventions), "machine": machine, **asdict(options)}
+    if path.exists():
+        if changes := differences(json.loads(path.read_text(encoding="utf-8"))["conventions"], settings):
+            raise RestoreKVError(f"{path} was made with {changes}; give another --out or --label, or remove it.")
+        return path
+    runs = [(scorer, restored) for scorer in options.scorers for restored in (False, True)]
+    rows = []
+    for done, (scorer, restored) in enumerate(runs):
+        progress(done, len(runs) + 1)
+        figures = compression_apart(model, options, conventions, scorer, restored)
+        rows.append({"evictor": scorer, "restored": restored, **figures})
+    progress(len(runs), len(runs) + 1)
+    steps = latencies(prepare(model, tokenizer, options, conventions), options.ratios, options.steps)
+    progress(len(runs) + 1, len(runs) + 1)
+    write_json(path, {
+        "analysis": "efficiency", "label": label, "conventions": settings, "definitions": DEFINITIONS,
+        "compression": rows, "overhead": {base["evictor"]: overhead(base, restored)
+                                          for base, restored in zip(rows[::2], rows[1::2], strict=True)},
+        "latency": steps,
+        "latency_ratio": {f"{row['ratio']:g}": row.pop("to_base") for row in steps if row["restored"]},
+    })  # fmt: skip
+    return path
+
+
+def compression_apart(
+    model: PreTrainedModel, options: CostOptions, conventions: CompressionConfig, scorer: str, restored: bool
+) -> dict:
+    """Runs one measurement of `compress_cost` in a process of its own."""
+    with tempfile.TemporaryDirectory(prefix="restorekv-efficiency-") as name:
+        job = {
+            "model": model_name(model), "dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device),
+            "threads": torch.get_num_threads(), "evictor": scorer, "restored": restored, "tokens": options.tokens,
+            "ratio": options.ratio, "repeat": options.repeat, "conventions": conventions.described(),
+            "folder": name,
+        }  # fmt: skip
+        command = [sys.executable, "-m", "restorekv.evaluation.analysis.compress_cost"]
+        figures = measure_apart(command, job, Path(name), f"Measuring {scorer} at T = {options.tokens:,}")
+    if REFUSED in figures:
+        raise RestoreKVError(figures[REFUSED])
+    return figures
+
+
+def overhead(base: dict, restored: dict) -> dict:
+    """Returns what the restore pass adds to a scorer's compression."""
+    took, peak = restored["seconds"]["restore"], None
+    if base["peak"] and restored["peak"] is not None:
+        peak = restored["peak"] - base["peak"]
+    return {
+        "seconds": took, "share": took / (restored["seconds"]["total"] - took),
+        "peak": peak, "peak_share": None if peak is None else peak / base["peak"],
+    }  # fmt: skip
+
+
+def prepare(
+    model: PreTrainedModel, tokenizer: Tokenizer, options: CostOptions, conventions: CompressionConfig
+) -> ScoredContext:
+    """Returns the context whose attention is timed, scored by the first scorer or filled at random."""
+    scorer = options.scorers[0]
+    adapter, _ = adapter_for(model, scorer)
+    if options.latency_context == "random":
+        return random_prepared(model, tokenizer, options.tokens, adapter.restore_tokens, conventions)
+    with tempfile.TemporaryDirectory(prefix="restorekv-efficiency-") as name:
+        spec, _ = scorer_of(model, scorer, Path(name))
+        eviction = replace(Eviction.make(spec, adapter), conventions=conventions)
+        return eviction.prepare(model, tokenizer, context_of(tokenizer, options.tokens))
+
+
+def random_prepared(
+    model: PreTrainedModel, tokenizer: Tokenizer, tokens: int, restore_tokens: int, conventions: CompressionConfig
+) -> ScoredContext:
+    """Returns a context of T tokens with random keys, values and scores, in place of one too long to prefill."""
+    context, shape = context_of(tokenizer, tokens), CacheShape.of(model)
+    target = {"device": model.device, "dtype": model.dtype}
+
+    def pairs(length: int) -> tuple[Tensor, Tensor]:
+        return tuple(torch.randn(1, shape.heads, length, shape.head_dim, **target) for _ in range(2))
+
+    full = DynamicCache()
+    for index in range(shape.layers):
+        full.update(*pairs(context.positions), index)
+    scores = torch.rand(shape.layers, shape.heads, tokens, device=model.device)
+    restore_cache = tuple(pairs(restore_tokens) for _ in range(shape.layers))
+    prepared = ScoredContext(model, context, full, scores, replace(conventions, restore_from="full"))
+    return replace(prepared, restore_tokens=restore_tokens, restore_cache=restore_cache)
+
+
+@torch.no_grad()
+def latencies(prepared: ScoredContext, ratios: Sequence[str], steps: int) -> list[dict]:
+    """Returns two rows a ratio, base and restored, which hold as many pairs; `prepared` has a restore cache.
+
+    The two take every step in turn; `to_base` is the median of restored / base.
+    """
+    rows = []
+    for ratio in ratios:
+        both = [prepared.evict(ratio, 0), prepared.evict(ratio)]
+        assert both[0].pairs == both[1].pairs
+        caches = [cache.fork() for cache in both]
+        for cache in caches:
+            add_token(prepared.model, cache)
+        seconds = [[step(prepared.model, cache) for cache in caches] for _ in range(WARM_UP + steps)][WARM_UP:]
+        for index, cache in enumerate(both):
+            times = [1000 * each[index] for each in seconds]
+            rows.append({
+                "ratio": float(prepared.budget(ratio).ratio), "restored": bool(index), "milliseconds": median(times),
+                "least": min(times), "most": max(times), "bytes": cache.nbytes, "pairs": cache.pairs,
+                "restore_tokens": cache.restore,
+            })  # fmt: skip
+        rows[-1]["to_base"] = median(restored / base for base, restored in seconds)
+    return rows
+
+
+def add_token(model: PreTrainedModel, cache: RaggedCache) -> None:
+    """Adds a new token's pair to every layer, as a decode step does before attention runs."""
+    for layer in cache.layers:
+        size = (1, layer.heads, 1, layer.keys.shape[-1])
+        layer.update(*(torch.randn(size, dtype=model.dtype, device=model.device) for _ in range(2)))
+
+
+def step(model: PreTrainedModel, cache: RaggedCache) -> float:
+    """Returns the seconds of a random query's attention in one layer, averaged over the layers."""
+    shape = CacheShape.of(model)
+    size = (1, shape.heads * shape.groups, 1, shape.head_dim)
+    query = torch.randn(size, dtype=model.dtype, device=model.device)
+    modules = [layer.self_attn for layer in decoder(model).layers]
+    start = now(model)
+    for module, layer in zip(modules, cache.layers, strict=True):
+        attention.attend(module, query, layer, layer, None)
+    return (now(model) - start) / len(modules)
+
+
+def now(model: PreTrainedModel) -> float:
+    """Returns the time after the device has finished its work."""
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+    return time.perf_counter()

@@ -1,0 +1,185 @@
+"""The cells of an evaluation: what one cell measures, how a grid expands to cells, and which cells share their work."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
+from pathlib import Path
+
+from restorekv import tasks
+from restorekv.compression.budget import exact_ratio, from_file, to_file
+from restorekv.compression.compressor import make_compressor, shipped_adapter
+from restorekv.compression.prepared import CompressionConfig
+from restorekv.errors import RestoreKVError
+from restorekv.model.load import BUNDLED, bundled_path, canonical
+
+FULL = "full"
+SHIPPED = ""  # stands for the adapter that ships for an evictor and a model
+ADDED_LATER = {"storage": "model", "streaming": 0}  # left out of files at these values, so that old cells keep names
+IGNORED_BY_FULL = (
+    "on_small_budget", "allocation", "restore_from", "offset", "prefix_policy", "restore_tokens", "streaming",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One model asked one benchmark under one protocol, from caches that one method makes at one ratio.
+
+    `evictor` is a spec, or "full" for the full cache; `adapter` is what `load_adapter` takes, None for the base without
+    restoring; `prefix_policy` None is the protocol's. `max_context` cuts longer contexts at their end (0: at what the
+    model takes). `streaming` is the number of tokens compressed at a time (0: all at once); see streaming.py.
+    """
+
+    model: str
+    benchmark: str
+    evictor: str
+    ratio: str
+    adapter: str | None = None
+    restore_tokens: int | None = None
+    protocol: str = "kvpress"
+    prefix_policy: str | None = None
+    on_small_budget: str = "error"
+    allocation: str = "global"
+    restore_from: str = "full"
+    offset: int = 0
+    max_context: int = 0
+    dtype: str = "auto"
+    storage: str = "model"
+    streaming: int = 0
+
+    @classmethod
+    def full(cls, **common: object) -> Cell:
+        """Returns the cell of the full cache, which every method of a grid is measured against."""
+        return cls(evictor=FULL, ratio="1", **common)
+
+    @property
+    def restored(self) -> bool:
+        return self.adapter is not None
+
+    @property
+    def value(self) -> float:
+        """The ratio r as a number."""
+        return float(exact_ratio(self.ratio))
+
+    @property
+    def preparation(self) -> tuple[str, ...]:
+        """Cells with an equal preparation share the prefill and the scores of a context."""
+        return (*self.question_set, str(self.streaming), self.evictor)
+
+    @property
+    def question_set(self) -> tuple[str, ...]:
+        """Cells with an equal question set ask the same questions of the same model."""
+        return (self.model, self.dtype, self.protocol, self.benchmark, str(self.max_context))
+
+    def to_dict(self) -> dict:
+        """Returns the fields as files store them."""
+        fields = asdict(self).items()
+        return to_file({key: value for key, value in fields if key not in ADDED_LATER or value != ADDED_LATER[key]})
+
+    @classmethod
+    def from_dict(cls, stored: dict) -> Cell:
+        """Reads what `to_dict` wrote, in this version or an older one."""
+        return cls(**from_file(stored))
+
+    @property
+    def name(self) -> str:
+        """The readable name of the cell's folder; only equal cells have equal names."""
+        words = [self.model.rstrip("/").rsplit("/", 1)[-1], self.benchmark, self.protocol, self.evictor]
+        words += ["alone" if self.adapter is None else "restored", self.ratio]
+        digest = hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:8]
+        readable = "_".join(re.sub(r"[^\w.+=-]+", "-", word) for word in words)
+        return f"{readable[:120]}_{digest}"
+
+    def conventions(self, prefix_policy: str) -> CompressionConfig:
+        """Returns how the cell compresses; `prefix_policy` counts where the cell names none."""
+        policy = self.prefix_policy or prefix_policy
+        return CompressionConfig(policy, self.on_small_budget, self.allocation, self.restore_from, self.offset)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Expands to a cell for every model, protocol, benchmark, seed, storage, method and ratio.
+
+    `methods` are pairs of an evictor's spec and an adapter: every evictor is evaluated without restoring, and restored
+    where an adapter is named. SHIPPED names the adapter that ships for the evictor and model, if one does and `common`
+    asks for no offset. `seeds` and `count` replace those of each benchmark's spec; `common` sets other cell fields.
+    """
+
+    models: Sequence[str]
+    methods: Sequence[tuple[str, str | None]]
+    benchmarks: Sequence[str] = ("bundled",)
+    protocols: Sequence[str] = ("kvpress",)
+    ratios: Sequence[str] = ("0.4", "0.2", "0.1", "0.05")
+    seeds: Sequence[int] = ()
+    count: int | None = None
+    storages: Sequence[str] = ("model",)
+    common: dict[str, object] = field(default_factory=dict)
+
+    def cells(self) -> list[Cell]:
+        """Returns every cell once; specs and ratios take their shortest form, so that equal cells have equal names."""
+        return list(dict.fromkeys(self.expand()))
+
+    def expand(self) -> Iterator[Cell]:
+        ratios = sorted({f"{float(exact_ratio(ratio)):.12g}" for ratio in self.ratios}, key=float, reverse=True)
+        of_full = {key: value for key, value in self.common.items() if key not in IGNORED_BY_FULL}
+        for model, protocol, benchmark in product(map(canonical, self.models), self.protocols, self.benchmark_specs()):
+            where = {"model": model, "protocol": protocol, "benchmark": benchmark}
+            yield Cell.full(**where, **of_full)
+            for storage, (spec, source), ratio in product(self.storages, self.methods, ratios):
+                evictor = make_compressor(spec).spec
+                fields = {**where, **self.common, "evictor": evictor, "ratio": ratio, "storage": storage}
+                yield Cell(**{**fields, "restore_tokens": None, "restore_from": "full"})
+                adapter = self.shipped(model, evictor) if source == SHIPPED else source
+                if adapter is not None:
+                    yield Cell(**fields, adapter=adapter)
+
+    def shipped(self, model: str, evictor: str) -> str | None:
+        """Returns "auto" where an adapter ships for the model and evictor, else None."""
+        name = BUNDLED if Path(model).resolve() == bundled_path("model").resolve() else model
+        return "auto" if not self.common.get("offset") and shipped_adapter(name, evictor) else None
+
+    def benchmark_specs(self) -> Iterator[str]:
+        """Yields the spec of every benchmark with every seed."""
+        for spec, seed in product(self.benchmarks, self.seeds or (None,)):
+            changes = {"seed": seed, "count": self.count}
+            yield replace(tasks.make(spec), **{key: value for key, value in changes.items() if value is not None}).spec
+
+
+def parse_method(text: str) -> tuple[str, str | None]:
+    """Splits SPEC@ADAPTER: "kvzip" -> ("kvzip", SHIPPED), "kvzip@none" -> ("kvzip", None), "kvzip@FOLDER"."""
+    evictor, at, source = text.partition("@")
+    if at and not source:
+        raise RestoreKVError(f"{text!r} names no adapter; write a folder, a hub id, published, auto or none after @.")
+    return evictor, None if source == "none" else source or SHIPPED
+
+
+@dataclass(frozen=True)
+class Job:
+    """Cells with one preparation: one prefill and one scoring pass of a context serve all of them."""
+
+    cells: tuple[Cell, ...]
+
+    @property
+    def first(self) -> Cell:
+        """The cell that names what all have in common; the full cache's only where there is no other."""
+        return next((cell for cell in self.cells if cell.evictor != FULL), self.cells[0])
+
+    @property
+    def title(self) -> str:
+        return f"{self.first.benchmark}: {self.first.evictor}"
+
+
+def jobs(cells: Iterable[Cell]) -> list[Job]:
+    """Groups the cells by preparation, in order of appearance; the full cache joins the first evictor's job."""
+    groups: dict[tuple[str, ...], list[Cell]] = {}
+    for cell in dict.fromkeys(cells):
+        groups.setdefault(cell.preparation, []).append(cell)
+    for key in [key for key in groups if key[-1] == FULL]:
+        host = next((other for other in groups if other[:-1] == key[:-1] and other != key), None)
+        if host:
+            groups[host] += groups.pop(key)  # last, so that the cells that share the scores are charged their time
+    return [Job(tuple(members)) for members in groups.values()]
