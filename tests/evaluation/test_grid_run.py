@@ -123,7 +123,7 @@ def test_storage_and_streaming_are_fields_of_a_cell(world, counted, tmp_path, mo
     assert counted == {"prefill": 1, "score": 1, "restore": 1}
     streamed = [replace(cell, streaming=20, storage=storage) for storage in ("model", "fp8") for cell in plain]
     passes, real = [], Stream.run
-    monkeypatch.setattr(Stream, "run", lambda self, chunk: passes.append(chunk) or real(self, chunk))
+    monkeypatch.setattr(Stream, "run", lambda self: passes.append(self.source.streaming) or real(self))
     done = run(streamed, tmp_path)
     assert passes == [20, 20], "one alone and one restored, which serve both storages"
     (sample,) = Plain(contexts=1).samples(tokenizer, "kvpress")
@@ -213,13 +213,13 @@ def test_only_the_cells_that_lack_a_context_are_asked(world, tmp_path, monkeypat
     (first.folder / results.SUMMARY).unlink()
     answers = first.folder / results.ANSWERS
     answers.write_bytes(answers.read_bytes().splitlines(keepends=True)[0])
-    asked, real = [], worker.Worker.told
+    asked, real = [], worker.Worker.scored
 
-    def told(self, sample, *given):
+    def scored(self, sample, *given):
         asked.append(sample.id)
         return real(self, sample, *given)
 
-    monkeypatch.setattr(worker.Worker, "told", told)
+    monkeypatch.setattr(worker.Worker, "scored", scored)
     run(cells, tmp_path)
     assert asked == ["1"]
 
