@@ -10,11 +10,11 @@ import pytest
 from restorekv import tasks
 from restorekv.evaluation.cell import Cell
 from restorekv.evaluation.expand import Grid
+from restorekv.evaluation.report.build import terminal
 from restorekv.evaluation.results import SUMMARY, opened
 from restorekv.evaluation.rows import payload, rows
 from restorekv.evaluation.run import run
 from restorekv.evaluation.summary import summary
-from restorekv.evaluation.tables import held, metrics, scores
 from restorekv.files import write_json
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tiny.world import Document, Question
@@ -76,8 +76,8 @@ def test_rows_report_what_the_caches_held(world, tmp_path, policy):
             assert all("gain" in group for group in row["groups"].values())
         else:
             assert "gain" not in row
-    [table] = scores(list(found.values()))
-    assert table.row_count == 3 and held(list(found.values())).row_count == 7
+    scores, *_, held = terminal(results)
+    assert len(scores.rows) == 4 and len(held.rows) == 7
     told = json.loads(json.dumps(payload(results)))
     assert {cell["prefix_policy"] for name, cell in told["facts"].items() if "_full_" not in name} == {policy}
 
@@ -106,19 +106,19 @@ def test_adapters_of_one_evictor_are_told_apart(world, tmp_path):
     methods = [("kvzip", str(world / name)) for name in ("adapter", "other/adapter")]
     results, _ = measured(world, tmp_path, methods, ("0.4",))
     assert len(results) == 4 and [row["restored"] for row in rows(results)] == [False, False, True, True]
-    [table] = scores(rows(results))
-    assert table.row_count == 3 and len(set(table.columns[0]._cells)) == 3
-    [table] = scores(rows(measured(world, tmp_path, methods[:1], ("0.4",), restore_tokens=1)[0]))
-    assert "n = 1" in str(table.columns[0]._cells[-1])
+    table = terminal(results)[0]
+    assert len(table.rows) == 4 and len({str(row.cells[0]) for row in table.rows}) == 4
+    table = terminal(measured(world, tmp_path, methods[:1], ("0.4",), restore_tokens=1)[0])[0]
+    assert "n = 1" in table.rows[-1].cells[0]
 
 
 def test_a_cell_that_runs_is_no_figure(world, tmp_path):
     results, _ = measured(world, tmp_path, [("kvzip", str(world / "adapter"))], ("0.4", "0.2"))
     (results[1].folder / "summary.json").unlink()
-    left = rows([type(result)(result.folder, result.cell, result.facts) for result in results])
-    assert len(left) == 4 and sum("gain" in row for row in left) == 1
-    [table] = scores(left)
-    assert "running" in {cell for column in table.columns for cell in column._cells}
+    left = [type(result)(result.folder, result.cell, result.facts) for result in results]
+    assert len(rows(left)) == 4 and sum("gain" in row for row in rows(left)) == 1
+    table = terminal(left)[0]
+    assert any(cell.text.startswith("running") for row in table.rows for cell in row.cells[1:])
 
 
 def by_hand(folder, cell, means):
@@ -159,9 +159,10 @@ def test_a_task_with_nothing_to_lose_is_shown_and_left_out_of_means(tmp_path, mo
     assert found["base"].summary["score"] == pytest.approx(100 * 1.3 / 3), "a cell alone does not know the full cache"
     alone = rows([found["base"]])[0]
     assert alone["score"] == pytest.approx(100 * 1.3 / 3) and alone["left_out"] == []
-    tables = scores([full, base, restored])
-    assert "left out: full cache below 10 (b)" in tables[0].caption and len(metrics([full, base, restored])) == 1
+    scores, metrics, *_ = terminal(list(found.values()))
+    assert "below 10: b." in scores.note and [row["half"] for row in metrics.data] == pytest.approx([30, 10, 22.5])
+    assert scores.data[1]["recovered"] == pytest.approx(25 / 40)
     hopeless = [by_hand(tmp_path / "none", result.cell, {"a": 0.09, "b": 0.0}) for result in found.values()]
     below = rows(hopeless)
     assert below[0]["score"] == pytest.approx(4.5) and below[0]["left_out"] == ["a", "b"]
-    assert "nothing to lose" in scores(below)[0].caption
+    assert "nothing to lose" in terminal(hopeless)[0].note

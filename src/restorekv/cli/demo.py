@@ -13,9 +13,9 @@ from restorekv.cli import options
 from restorekv.cli.session import open_model, output, shares
 from restorekv.evaluation.demo import Show, answers_table, document, seconds_table, show_for, side_by_side
 from restorekv.evaluation.expand import SHIPPED, Grid
-from restorekv.evaluation.rows import payload, rows
+from restorekv.evaluation.report.build import terminal
+from restorekv.evaluation.rows import payload
 from restorekv.evaluation.run import run as carry_out
-from restorekv.evaluation.tables import fidelity, held, scores
 from restorekv.files import check_target, write_json
 from restorekv.model.load import SMOLLM2, canonical
 
@@ -53,8 +53,8 @@ def figures(model: str, show: Show, count: int) -> dict:
         results = carry_out(
             cells, Path(folder), tell=lambda progress: tell("asking held-out documents", progress.share)
         )
-        found, told = rows(results), payload(results)
+        tables, told = terminal(results), payload(results)
         del told["answers"]
-    for table in (*scores(found), *fidelity(found), held(found)):
+    for table in tables:
         output.print(table)
     return told

@@ -12,10 +12,10 @@ from restorekv.cli.session import notes, output, quiet, shares
 from restorekv.evaluation.expand import Grid, named
 from restorekv.evaluation.kvpress_layout import export
 from restorekv.evaluation.protocols import PROTOCOLS
-from restorekv.evaluation.rows import payload, rows
+from restorekv.evaluation.report.build import terminal
+from restorekv.evaluation.rows import payload
 from restorekv.evaluation.run import Here, Pool, check
 from restorekv.evaluation.run import run as carry_out
-from restorekv.evaluation.tables import fidelity, held, metrics, scores
 from restorekv.files import check_target, write_json
 from restorekv.tasks import BENCHMARKS
 
@@ -64,12 +64,10 @@ def run(
     quiet()
     with shares("evaluating") as tell, opened(ray, workers, device) as pool:
         results = carry_out(cells, out, pool, lambda progress: tell(progress.what, progress.share))
-    found = rows(results)
-    for table in [*scores(found), *metrics(found), *fidelity(found)]:
+    for table in terminal(results):
         output.print(table)
-    output.print(held(found))
     export(out)
-    notes.print(f"{out}: {len(found)} cells; a page of them: restorekv report {out}", highlight=False)
+    notes.print(f"{out}: {len(results)} cells; a page of them: restorekv report {out}", highlight=False)
     if json:
         write_json(json, payload(results))
 
