@@ -123,7 +123,9 @@ def test_a_cell_that_runs_is_no_figure(world, tmp_path):
 
 def by_hand(folder, cell, means):
     """A finished cell whose tasks have these scores: three contexts with a question of each task."""
-    result = opened(folder, cell, facts(cell, {}) | {"fingerprint": "f"})
+    result = opened(
+        folder, cell, facts(cell, {"spec": cell.benchmark, "title": "Plain", "samples": 3}) | {"fingerprint": "f"}
+    )
     for name in range(3):
         answers = [
             {
@@ -132,7 +134,7 @@ def by_hand(folder, cell, means):
             }
             for task, mean in means.items()
         ]  # fmt: skip
-        held = {"tokens": 100, "prefix": 3, "pairs": 60, "pairs_with_prefix": 78, "bytes": 1000}
+        held = {"tokens": 100, "prefix": 3, "pairs": 60, "pairs_with_prefix": 78, "bytes": 1000, "restore_tokens": 0}
         result.append({"sample": str(name), **held, "answers": answers}, {})
     write_json(result.folder / SUMMARY, summary(result))
     return result

@@ -13,6 +13,18 @@ INK, MUTED, GRID, PAPER = "#1d2530", "#5b6673", "#d5dae1", "#fefefe"
 BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"
 HUES = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p", "<", ">")
+DARK = {  # the same colors on a dark page
+    INK: "#e8ebef", MUTED: "#a3adb9", GRID: "#3a434f", PAPER: "#14181e", BLUE: "#4aa8e0",
+    VERMILION: "#f2854a", GREEN: "#2fc79c", PURPLE: "#dd9bbf", ORANGE: "#f0b73a", SKY: "#8accf2",
+}  # fmt: skip
+STYLE = {
+    "font.family": "DejaVu Sans", "font.size": 9, "axes.titlesize": 10, "axes.labelsize": 9, "legend.fontsize": 9,
+    "axes.titleweight": "bold", "axes.titlelocation": "left", "text.color": INK, "axes.labelcolor": INK,
+    "axes.titlecolor": INK, "axes.edgecolor": MUTED, "xtick.color": MUTED, "ytick.color": MUTED,
+    "xtick.labelcolor": INK, "ytick.labelcolor": INK, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.grid": True, "axes.grid.axis": "y", "grid.color": GRID, "grid.linewidth": 0.7, "axes.axisbelow": True,
+    "lines.linewidth": 1.8, "axes.facecolor": "none", "svg.fonttype": "none",
+}  # fmt: skip
 WIDE = 7.4  # inches, 710 pixels on a screen: the width of a chart
 NARROW = WIDE / 2
 BAR = 0.3  # inches: the height of a bar

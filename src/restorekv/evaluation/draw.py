@@ -23,16 +23,10 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from restorekv.evaluation.charts import (
-    BLUE,
-    GREEN,
-    GRID,
-    INK,
+    DARK,
     MUTED,
-    ORANGE,
     PAPER,
-    PURPLE,
-    SKY,
-    VERMILION,
+    STYLE,
     WIDE,
     Area,
     Axis,
@@ -43,20 +37,8 @@ from restorekv.evaluation.charts import (
     Line,
     Mark,
     Panel,
-)  # fmt: skip
+)
 
-DARK = {
-    INK: "#e8ebef", MUTED: "#a3adb9", GRID: "#3a434f", PAPER: "#14181e", BLUE: "#4aa8e0",
-    VERMILION: "#f2854a", GREEN: "#2fc79c", PURPLE: "#dd9bbf", ORANGE: "#f0b73a", SKY: "#8accf2",
-}  # fmt: skip
-STYLE = {
-    "font.family": "DejaVu Sans", "font.size": 9, "axes.titlesize": 10, "axes.labelsize": 9, "legend.fontsize": 9,
-    "axes.titleweight": "bold", "axes.titlelocation": "left", "text.color": INK, "axes.labelcolor": INK,
-    "axes.titlecolor": INK, "axes.edgecolor": MUTED, "xtick.color": MUTED, "ytick.color": MUTED,
-    "xtick.labelcolor": INK, "ytick.labelcolor": INK, "axes.spines.top": False, "axes.spines.right": False,
-    "axes.grid": True, "axes.grid.axis": "y", "grid.color": GRID, "grid.linewidth": 0.7, "axes.axisbelow": True,
-    "lines.linewidth": 1.8, "axes.facecolor": "none", "svg.fonttype": "none",
-}  # fmt: skip
 DPI = 200
 FONTS = ("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")  # the second where the first is not installed
 FACTS = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # left out, so that the same chart has the same bytes
@@ -190,12 +172,7 @@ def look(mark: Mark) -> dict[str, object]:
 
 def draw(axes: Axes, panel: Panel) -> None:
     """Fills a pair of axes with what the panel holds."""
-    for content, fill in ((Bars, _bars), (Heat, _heat)):
-        if isinstance(panel.content, content):
-            fill(axes, panel.content, panel)
-            break
-    else:
-        _lines(axes, panel)
+    {Bars: _bars, Heat: _heat}.get(type(panel.content), _lines)(axes, panel)
     axes.set(xlabel=panel.x.label, ylabel=panel.y.label)
     if panel.title:
         axes.set_title(textwrap.fill(panel.title, int(panel.width * CHARACTERS)))
@@ -273,7 +250,8 @@ def apart(heights: Sequence[float], lines: Sequence[int]) -> list[float]:
     return found
 
 
-def _bars(axes: Axes, bars: Bars, panel: Panel) -> None:
+def _bars(axes: Axes, panel: Panel) -> None:
+    bars = panel.content
     thick = 0.8 if bars.stacked else 0.8 / len(bars.parts)
     places, ends = np.arange(len(bars.names)), np.zeros(len(bars.names))
     labeled = []
@@ -300,7 +278,8 @@ def _bars(axes: Axes, bars: Bars, panel: Panel) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
 
 
-def _heat(axes: Axes, heat: Heat, panel: Panel) -> None:
+def _heat(axes: Axes, panel: Panel) -> None:
+    heat = panel.content
     values = np.array(heat.values, dtype=float)  # None becomes NaN
     axes.grid(visible=False)
     lines = {"edgecolors": "white", "linewidth": 0.6} if values.size <= NUMBERED else {}

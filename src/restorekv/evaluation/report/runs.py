@@ -56,12 +56,14 @@ class SeedPool:
     @cached_property
     def lines(self) -> list[dict]:
         """A line for every context, each context once: two seeds may have drawn the same one."""
+        if len(self.results) == 1:
+            return [{**line, "document": line["sample"]} for line in self.results[0].lines]
         lines: dict[Hashable, dict] = {}
         for result in self.results:
             for line in result.lines:
                 asked = repr([(answer["question"], answer["references"]) for answer in line["answers"]])
                 name = f"{line['sample']} {line['context']} {hashlib.sha256(asked.encode()).hexdigest()[:12]}"
-                lines.setdefault(name, {**line, "document": name if len(self.results) > 1 else line["sample"]})
+                lines.setdefault(name, {**line, "document": name})
         return list(lines.values())
 
     @cached_property
@@ -173,13 +175,14 @@ def seeds(pool: SeedPool) -> list[str]:
 
 def read(folder: Path) -> SortedResults:
     """Reads every cell of the folder, which may hold none. Raises RestoreKVError for a mix-up."""
-    return sort(load(folder) if (folder / CELLS).is_dir() else [])
+    results = load(folder) if (folder / CELLS).is_dir() else []
+    refuse(results, "models", "fingerprint", lambda result: (result.cell.model, result.cell.protocol))
+    refuse(results, "benchmark data", "digest", lambda result: result.cell.place)
+    return sort(results)
 
 
 def sort(results: Sequence[Result]) -> SortedResults:
-    """Sorts cells by condition. Raises RestoreKVError for cells that must not be compared."""
-    refuse(results, "models", "fingerprint", lambda result: (result.cell.model, result.cell.protocol))
-    refuse(results, "benchmark data", "digest", lambda result: result.cell.place)
+    """Sorts cells by condition; a full cache alone is a condition of its own."""
     conditions = sorted({condition_of(result) for result in results if result.cell.evictor != FULL})
     for result in results:
         if result.cell.evictor == FULL and not any(covers(result, condition) for condition in conditions):
