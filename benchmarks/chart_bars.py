@@ -3,87 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter
-
-from restorekv.evaluation.report import draw
-from restorekv.evaluation.report.blocks import MINUS, WIDE, Chart, Mark, Panel, at
+from restorekv.evaluation.charts import BLUE, GREEN, NARROW, ORANGE, PURPLE, WIDE, Bars, Chart, Mark, Panel, bars
 from restorekv.evaluation.report.efficiency import PHASES
-from restorekv.evaluation.report.names import evictor
-from restorekv.evaluation.report.picture import NARROW
+from restorekv.evaluation.report.names import evictor_name
+from restorekv.evaluation.tables import MINUS, at
 
 OURS, KVPRESS = "ours", "kvpress"
-SIDES = {OURS: Mark(OURS, draw.BLUE, hatch=""), KVPRESS: Mark(KVPRESS, draw.ORANGE, hatch="\\\\")}
+SIDES = {OURS: Mark(OURS, BLUE), KVPRESS: Mark(KVPRESS, ORANGE, hatch="\\\\")}
 STEP = {
     "prefill": PHASES["prefill"],
     "score": PHASES["score"],
-    "teacher": Mark("teacher", draw.PURPLE, hatch="\\\\"),
+    "teacher": Mark("teacher", PURPLE, hatch="\\\\"),
     "restore": PHASES["restore"],
-    "student": Mark("student", draw.BLUE, hatch=""),
-    "backward": Mark("backward", draw.ORANGE, hatch="//"),
-    "optimizer": Mark("optimizer", draw.GREEN, hatch=".."),
+    "student": Mark("student", BLUE),
+    "backward": Mark("backward", ORANGE, hatch="//"),
+    "optimizer": Mark("optimizer", GREEN, hatch=".."),
 }
 MEBI = 1 << 20
-BAR = 0.3  # inches
 
 
 def compressing(result: Mapping) -> Chart:
-    """`bench`: seconds by phase, peak memory, milliseconds a token."""
+    """`compare`: seconds by phase, peak memory, milliseconds a token."""
     rows = sorted(result["rows"], key=lambda row: (row["tokens"], row["side"] != OURS))
     names = [f"T = {row['tokens']:,}, {row['side']}" for row in rows]
-    panels = [stacked("Seconds to compress", names, [row["seconds"] for row in rows], PHASES, ratios(result, rows))]
+    panels = [stacked("Seconds to compress", names, [row["seconds"] for row in rows], PHASES, beside(result, rows))]
     whole = [f"T = {tokens:,}" for tokens in sorted({row["tokens"] for row in rows})]
     if any(row["peak"] is not None for row in rows):
         peaks = by_side(rows, lambda row: row["peak"] and row["peak"] / MEBI)
         panels.append(grouped("Peak memory above the weights", "MB", whole, peaks))
     ratio = at(result["ratio"])
     cases = [f"{each}\n{which}" for each in whole for which in (ratio, "r = 1")]
-    tokens = by_side(rows, *(partial(milliseconds, which) for which in ("small", "full")))
+    tokens = by_side(rows, *(lambda row, which=which: milliseconds(row[which]) for which in ("small", "full")))
     panels.append(grouped("A token of an answer", "milliseconds", cases, tokens))
-    repeat = f"median of {result['repeat']} measurements" if result["repeat"] > 1 else "one measurement each"
+    repeat = f"Median of {result['repeat']} measurements" if result["repeat"] > 1 else "One measurement each"
     title = f"Compressing with KVzip to {ratio} and answering"
     title += f", beside kvpress {result['kvpress']}" if result["kvpress"] else ""
-    note = f"{repeat.capitalize()}; MB are 2^20 bytes."
+    note = f"{repeat}; MB are 2^20 bytes."
     if result["kvpress"]:
         note += " Ratios are ours over kvpress, with the restore pass, which kvpress does not have."
-    return Chart("bench", title, panels, title, (), note, [*PHASES.values(), *tokens])
+    return Chart("bench", title, panels, title, (), note)
 
 
 def layers(count: int) -> str:
     return f"{count} layer{'s' * (count != 1)}"
 
 
-def milliseconds(which: str, row: Mapping) -> float | None:
-    """Of a token; None where kvpress refused."""
-    return row[which]["token"] * 1000 if "token" in row[which] else None
+def milliseconds(decoding: Mapping) -> float | None:
+    """Returns the time of a token; None where kvpress refused."""
+    return decoding["token"] * 1000 if "token" in decoding else None
 
 
 def by_side(rows: Sequence[Mapping], *figures: Callable[[Mapping], float | None]) -> dict[Mark, list[float | None]]:
-    """Of either side that was measured, every figure of its rows in turn."""
-    found = {mark: [each(row) for row in rows if row["side"] == side for each in figures]
-             for side, mark in SIDES.items()}  # fmt: skip
-    return {mark: values for mark, values in found.items() if values}
+    """Returns every figure of each side's rows in turn, for the sides that were measured."""
+    values = {
+        mark: [each(row) for row in rows if row["side"] == side for each in figures] for side, mark in SIDES.items()
+    }
+    return {mark: row for mark, row in values.items() if row}
 
 
-def ratios(result: Mapping, rows: Sequence[Mapping]) -> list[str]:
-    """Behind our bars: how much of kvpress's time that is."""
-    told = result["ratios"]
+def beside(result: Mapping, rows: Sequence[Mapping]) -> list[str]:
+    """Says for our rows how much of kvpress's time they take."""
+    ratios = result["ratios"]
     return [
-        f", {told[str(row['tokens'])]['compress and restore']:.2f} of kvpress"
-        if row["side"] == OURS and str(row["tokens"]) in told
+        f", {ratios[str(row['tokens'])]['compress and restore']:.2f} of kvpress"
+        if row["side"] == OURS and str(row["tokens"]) in ratios
         else ""
         for row in rows
     ]
 
 
 def scoring(result: Mapping) -> Chart:
-    """`bench-scorers`: what every method adds to a prefill, cheapest first."""
+    """`scorers`: what every method adds to a prefill, cheapest first."""
     rows = sorted(result["rows"], key=lambda row: row["multiple"])
-    names = [evictor(row["method"]) for row in rows]
-    values = {Mark("adds", draw.BLUE, hatch=""): [row["multiple"] for row in rows]}
+    names = [evictor_name(row["method"]) for row in rows]
+    values = {Mark("", BLUE): [row["multiple"] for row in rows]}
     panel = grouped("", f"prefills of {result['tokens']:,} tokens", names, values, digits=2, width=WIDE)
     title = f"What scoring adds to a prefill of {result['tokens']:,} tokens, in prefills"
     plain = [row["prefill"] for row in rows]
@@ -96,21 +90,20 @@ def scoring(result: Mapping) -> Chart:
 
 
 def training(result: Mapping) -> Chart:
-    """`bench-train`: seconds by phase, memory."""
+    """`train`: seconds by phase, memory."""
     rows = result["rows"]
     names = [row["variant"] for row in rows]
     panels = [stacked("Seconds of a step", names, [row["seconds"] for row in rows], STEP)]
     if all(row["peak"] is not None for row in rows):
-        for key, told in (("peak", "Peak memory"), ("graph", "Graph before backward")):
-            values = {Mark(told, draw.BLUE, hatch=""): [row[key] / MEBI for row in rows]}
-            panels.append(grouped(told, "MB", names, values))
+        for key, words in (("peak", "Peak memory"), ("graph", "Graph before backward")):
+            panels.append(grouped(words, "MB", names, {Mark("", BLUE): [row[key] / MEBI for row in rows]}))
     title = f"One training step on a context of {result['tokens']:,} tokens"
     note = (
         f"KVzip, {at(result['ratio'])}, {result['questions']} questions with answers of {result['answer']} ids; memory "
         "above what was resident before, MB are 2^20 bytes. Copied: attention copies the context for the backward "
         "pass; anew: it refers to it; then scores and teacher, then the full cache too, are read from a store."
     )
-    return Chart("train", title, panels, title, (), note, list(STEP.values()))
+    return Chart("train", title, panels, title, (), note)
 
 
 def stacked(
@@ -118,21 +111,13 @@ def stacked(
     names: Sequence[str],
     seconds: Sequence[Mapping[str, float]],
     phases: Mapping[str, Mark],
-    behind: Sequence[str] = (),
+    more: Sequence[str] = (),
 ) -> Panel:
-    """A bar of phases for every name, its sum and perhaps more behind it."""
-
-    def fill(axes: Axes) -> None:
-        parts = {mark: [each.get(phase, 0) for each in seconds] for phase, mark in phases.items()}
-        ends = draw.bars(axes, parts)
-        for place, end in enumerate(ends):
-            told = f"{seconds[place].get('total', end):.3g} s{behind[place] if behind else ''}"
-            label(axes, end, place, told)
-        axes.set_yticks(np.arange(len(names)), names)
-        axes.set_xlim(0, (1.32 if any(behind) else 1.12) * ends.max())
-        axes.set_xlabel("seconds")
-
-    return Panel(fill, title, WIDE, 0.75 + BAR * len(names))
+    """Returns a bar of phases for every name, with its sum and perhaps `more` behind it."""
+    parts = {mark: [each.get(phase, 0) for each in seconds] for phase, mark in phases.items()}
+    sums = [each.get("total", sum(each.get(phase, 0) for phase in phases)) for each in seconds]
+    texts = [f"{total:.3g} s{rest}" for total, rest in zip(sums, more or [""] * len(sums), strict=True)]
+    return bars(Bars(names, parts, [texts]), "seconds", title, WIDE)
 
 
 def grouped(
@@ -143,30 +128,9 @@ def grouped(
     digits: int = 0,
     width: float = NARROW,
 ) -> Panel:
-    """Bars of every mark side by side for every name, each with its figure; None was refused."""
-
-    def fill(axes: Axes) -> None:
-        thick = 0.8 / len(values)
-        most = max(value for row in values.values() for value in row if value is not None)
-        for turn, (mark, row) in enumerate(values.items()):
-            places = np.arange(len(names)) - 0.4 + thick * (turn + 0.5)
-            lengths = [value or 0 for value in row]
-            axes.barh(places, lengths, 0.9 * thick, color=mark.colour, hatch=mark.hatch, edgecolor=draw.PAPER,
-                      linewidth=0.6)  # fmt: skip
-            for place, value in zip(places, row, strict=True):
-                told = "refused" if value is None else f"{value:,.{digits}f}".replace("-", MINUS)
-                label(axes, max(value or 0, 0), place, told)
-        axes.set_yticks(np.arange(len(names)), names)
-        axes.set_ylim(len(names) - 0.4, -0.6)
-        axes.grid(visible=False)
-        axes.set_xlim(min(0, *(value for row in values.values() for value in row if value is not None)), 1.2 * most)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-        axes.set_xlabel(unit)
-
-    lines = len("\n".join(names).split("\n"))
-    return Panel(fill, title, width, 0.8 + BAR * max(0.75 * len(names) * len(values), 0.65 * lines, 2.5))
-
-
-def label(axes: Axes, end: float, place: float, told: str) -> None:
-    """Behind a bar."""
-    axes.annotate(told, (end, place), (3, 0), textcoords="offset points", va="center", fontsize=8.5)
+    """Returns bars of every mark side by side for every name, each with its figure; None was refused."""
+    texts = [
+        ["refused" if value is None else f"{value:,.{digits}f}".replace("-", MINUS) for value in row]
+        for row in values.values()
+    ]
+    return bars(Bars(names, values, texts, stacked=False), unit, title, width)

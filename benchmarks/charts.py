@@ -1,6 +1,6 @@
-"""Charts of what benchmarks measured: a result file of `python -m benchmarks compare...` as one picture.
+"""Charts of what benchmarks measured: each result file that a benchmark's --json wrote becomes one picture.
 
-Which benchmark a file is of is told by what its rows hold.
+What a file's rows hold says which benchmark wrote it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from benchmarks.chart_bars import compressing, layers, scoring, training
 from benchmarks.chart_lines import decoding, kernel
 from benchmarks.chart_memory import memory
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.report import picture
-from restorekv.evaluation.report.blocks import Chart
+from restorekv.evaluation import draw
+from restorekv.evaluation.charts import Chart
 from restorekv.evaluation.report.names import slug
 from restorekv.files import replacing
 
@@ -33,35 +33,33 @@ DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 
 def write(files: Sequence[Path], out: Path, png: bool = False) -> list[Path]:
-    """Every file's chart as OUT/NAME.svg, with `png` also as OUT/NAME.png; returns what was written.
+    """Writes every file's chart as OUT/NAME.svg, with `png` also as OUT/NAME.png; returns what was written.
 
-    All charts are made before the first is written. Raises RestoreKVError for a file that is missing, damaged or no
-    benchmark's, for two files of one name, and for an `out` that is no folder.
+    All charts are made before the first is written. Raises RestoreKVError for a file that is missing, damaged or not a
+    benchmark's, for two files of one name, and for an `out` that is not a folder.
     """
     names = [file.stem for file in files]
     twice = sorted(name for name in set(names) if names.count(name) > 1)
     if twice:
         raise RestoreKVError(f"Several files are called {twice[0]} and would have one chart; rename one of them.")
     if out.exists() and not out.is_dir():
-        raise RestoreKVError(f"{out} is no folder; choose one for the charts.")
-    made: dict[Path, bytes] = {}
+        raise RestoreKVError(f"{out} is not a folder; choose one for the charts.")
+    payloads: dict[Path, bytes] = {}
     for file in files:
-        drawn = pictures(file, png)
-        made |= {out / f"{file.stem}{ending}": payload for ending, payload in drawn.items()}
+        payloads |= {out / f"{file.stem}{ending}": payload for ending, payload in pictures(file, png).items()}
     out.mkdir(parents=True, exist_ok=True)
-    for path, payload in made.items():
+    for path, payload in payloads.items():
         with replacing(path) as temporary:
             temporary.write_bytes(payload)
-    return list(made)
+    return list(payloads)
 
 
 def pictures(file: Path, png: bool) -> dict[str, bytes]:
-    """The file's chart by ending."""
+    """Returns the file's chart by ending."""
     result = read(file)
     try:
         chart = chart_of(file, result)
-        drawn = {".svg": picture.svg(chart).encode()}
-        return drawn | ({".png": picture.png(chart)} if png else {})
+        return {".svg": draw.svg(chart).encode()} | ({".png": draw.png(chart)} if png else {})
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise RestoreKVError(
             f"{file} does not hold what its chart shows ({type(error).__name__}: {error}); measure again."
@@ -69,20 +67,20 @@ def pictures(file: Path, png: bool) -> dict[str, bytes]:
 
 
 def read(file: Path) -> dict:
-    """The result; refuses what is none."""
+    """Reads a result; refuses what is not one."""
     try:
         result = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RestoreKVError(f"There is no file {file}; give one that a benchmark's --json wrote.") from None
     except ValueError:
-        raise RestoreKVError(f"{file} is no JSON, or damaged; give one that a benchmark's --json wrote.") from None
+        raise RestoreKVError(f"{file} is not JSON, or damaged; give one that a benchmark's --json wrote.") from None
     if maker(result) is None:
-        raise RestoreKVError(f"{file} is no result of {BENCHMARKS}; name the files that are.")
+        raise RestoreKVError(f"{file} is not a result of {BENCHMARKS}; name files that are.")
     return result
 
 
 def maker(result: object) -> Callable[[Mapping], Chart] | None:
-    """What draws such a result."""
+    """Returns the function that draws such a result."""
     rows = result.get("rows") if isinstance(result, dict) else None
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         return None
@@ -90,13 +88,13 @@ def maker(result: object) -> Callable[[Mapping], Chart] | None:
 
 
 def chart_of(file: Path, result: Mapping) -> Chart:
-    """The chart, under the file's name, with a note that says on what it was measured."""
+    """Returns the chart, under the file's name, with a note that says on what it was measured."""
     chart = maker(result)(result)
     return replace(chart, name=slug(file.stem), note=" ".join(filter(None, (chart.note, measured_on(file, result)))))
 
 
 def measured_on(file: Path, result: Mapping) -> str:
-    """Model, machine, versions and day, as far as the file tells; the day may be in its name."""
+    """Returns model, machine, versions and day, as far as the file has them; the day may be in its name."""
     machine, model, day = result["machine"], result.get("model"), DAY.search(file.stem)
     parts = []
     if model:
@@ -112,6 +110,6 @@ def measured_on(file: Path, result: Mapping) -> str:
 
 
 def versions(result: Mapping) -> Mapping[str, str]:
-    """Of packages: the machine's, or what our side told in older results."""
+    """Returns versions of packages: the machine's, or what our side reported in older results."""
     ours = (row["versions"] for row in result["rows"] if row.get("side") == "ours" and "versions" in row)
     return result["machine"].get("versions") or next(ours, {})

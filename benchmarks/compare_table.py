@@ -1,21 +1,19 @@
-"""A benchmark's result as rich tables and sentences."""
+"""The result of `python -m benchmarks compare` as tables and sentences."""
 
 from collections.abc import Callable, Iterator
-
-from rich.table import Table
 
 from benchmarks import operations
 from benchmarks.compare import KVPRESS, OURS
 from restorekv.compression.context import size
-
-Cell = Callable[[dict], str]
+from restorekv.evaluation.tables import Table, TableRow, at, table
 
 
 def tables(result: dict) -> Iterator[Table | str]:
-    """One table per T, then the sentences."""
+    """Yields one table for each T, then the sentences."""
     sides = {(row["tokens"], row["side"]): row for row in result["rows"]}
-    for tokens in sorted({tokens for tokens, _ in sides}):
-        yield table(tokens, sides[tokens, OURS], sides.get((tokens, KVPRESS)), result)
+    lengths = sorted({tokens for tokens, _ in sides})
+    for tokens in lengths:
+        yield of_length(tokens, sides[tokens, OURS], sides.get((tokens, KVPRESS)), result)
     model, machine = result["model"], result["machine"]
     yield (
         f"Random weights, {model['parameters'] / 1e6:,.0f} million parameters ({model['num_hidden_layers']} layers), "
@@ -23,28 +21,26 @@ def tables(result: dict) -> Iterator[Table | str]:
     )
     for tokens, ratios in result["ratios"].items():
         known = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items() if ratio is not None)
-        yield f"T = {int(tokens):,}, r = {result['ratio']:g}, ours / kvpress: {known}."
-    for tokens in sorted({tokens for tokens, _ in sides}):
+        yield f"T = {int(tokens):,}, {at(result['ratio'])}, ours / kvpress: {known}."
+    for tokens in lengths:
         yield floor(tokens, sides[tokens, OURS], sides.get((tokens, KVPRESS)), model)
     if result["note"]:
         yield result["note"]
 
 
-def table(tokens: int, ours: dict, kvpress: dict | None, result: dict) -> Table:
-    """Quantities by sides."""
-    r = f"r = {result['ratio']:g}"
-    made = Table(title=f"T = {tokens:,} tokens, KVzip, {r}", title_justify="left")
-    made.add_column("")
-    made.add_column("ours", justify="right")
-    if kvpress:
-        made.add_column(f"kvpress {result['kvpress']}", justify="right")
-    for name, cell in rows(r):
-        made.add_row(name, cell(ours), *([cell(kvpress)] if kvpress else []), end_section=name.startswith("peak"))
-    return made
+def of_length(tokens: int, ours: dict, kvpress: dict | None, result: dict) -> Table:
+    """Returns quantities down, sides across."""
+    r = at(result["ratio"])
+    sides = {"ours": ours} | ({f"kvpress {result['kvpress']}": kvpress} if kvpress else {})
+    rows = [
+        TableRow([name, *map(show, sides.values())], rule=name.startswith("pairs"))
+        for name, show in quantities(r).items()
+    ]
+    return table("compare", f"T = {tokens:,} tokens, KVzip, {r}", ["", *sides], rows)
 
 
 def floor(tokens: int, ours: dict, kvpress: dict | None, model: dict) -> str:
-    """How long it would take if scoring's products ran as fast as the prefill's."""
+    """Says how long compressing would take if scoring's products ran as fast as the prefill's."""
     first, scoring = operations.prefill(model, tokens), operations.kvzip(model, tokens)
     seconds, share = ours["seconds"], scoring / first
     least = seconds["prefill"] * (1 + share)
@@ -56,31 +52,31 @@ def floor(tokens: int, ours: dict, kvpress: dict | None, model: dict) -> str:
     )
 
 
-def rows(r: str) -> list[tuple[str, Cell]]:
-    """What is told of each side."""
-    return [
-        ("prefill, s", lambda side: f"{side['seconds']['prefill']:.2f}"),
-        ("scoring, s", lambda side: f"{side['seconds']['score']:.2f}"),
-        ("eviction, s", lambda side: f"{side['seconds']['evict']:.2f}"),
-        ("restore pass, s", restore),
-        ("compress, all of it, s", lambda side: f"{side['seconds']['total']:.2f}"),
-        ("peak memory above weights", lambda side: "unknown" if side["peak"] is None else size(side["peak"])),
-        (f"pairs held, {r}", lambda side: f"{side['held']['pairs']:,} of {side['held']['pairs_full']:,}"),
-        (f"bytes held, {r}", lambda side: size(side["held"]["bytes"])),
-        ("bytes held, r = 1", lambda side: size(side["held"]["bytes_full"])),
-        (f"question, {r}, ms", lambda side: milliseconds(side["small"], "question")),
-        ("question, r = 1, ms", lambda side: milliseconds(side["full"], "question")),
-        (f"token, {r}, ms", lambda side: milliseconds(side["small"], "token")),
-        ("token, r = 1, ms", lambda side: milliseconds(side["full"], "token")),
-    ]
+def quantities(r: str) -> dict[str, Callable[[dict], str]]:
+    """Returns what each row says of a side."""
+    return {
+        "prefill, s": lambda side: f"{side['seconds']['prefill']:.2f}",
+        "scoring, s": lambda side: f"{side['seconds']['score']:.2f}",
+        "eviction, s": lambda side: f"{side['seconds']['evict']:.2f}",
+        "restore pass, s": restore,
+        "compress, all of it, s": lambda side: f"{side['seconds']['total']:.2f}",
+        "peak memory above weights": lambda side: "unknown" if side["peak"] is None else size(side["peak"]),
+        f"pairs held, {r}": lambda side: f"{side['held']['pairs']:,} of {side['held']['pairs_full']:,}",
+        f"bytes held, {r}": lambda side: size(side["held"]["bytes"]),
+        "bytes held, r = 1": lambda side: size(side["held"]["bytes_full"]),
+        f"question, {r}, ms": lambda side: milliseconds(side["small"], "question"),
+        "question, r = 1, ms": lambda side: milliseconds(side["full"], "question"),
+        f"token, {r}, ms": lambda side: milliseconds(side["small"], "token"),
+        "token, r = 1, ms": lambda side: milliseconds(side["full"], "token"),
+    }
 
 
 def restore(side: dict) -> str:
-    """Seconds and share of the whole compression."""
+    """Returns the restore pass's seconds, and their share of the whole compression."""
     seconds = side["seconds"]
     return f"{seconds['restore']:.2f} ({seconds['restore'] / seconds['total']:.1%})" if "restore" in seconds else "none"
 
 
 def milliseconds(decoding: dict, what: str) -> str:
-    """Of a decoding; kvpress may have refused."""
+    """Returns how long a question or token took; kvpress may have refused."""
     return f"{decoding[what] * 1000:.1f}" if what in decoding else f"refused: {decoding['refused']}"

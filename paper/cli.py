@@ -14,11 +14,12 @@ from paper import plan, setting, smollm2
 from paper.carry_out import carry_out
 from paper.exhibits import EXHIBITS, FURTHER, chosen
 from paper.training import train_all
-from paper.write import CHARTS, write
+from paper.write import write
 from restorekv.cli import options
 from restorekv.cli.eval import open_pool
 from restorekv.cli.session import notes, output, quiet
 from restorekv.errors import RestoreKVError, RestoreKVWarning
+from restorekv.evaluation.report.page import SVG
 from restorekv.files import check_target, replacing
 from restorekv.model.load import BUNDLED, SMOLLM2, canonical
 
@@ -99,19 +100,19 @@ def copy(report: Path, markdown: Path) -> None:
     results = markdown.parent if markdown.parent.name == RESULTS else markdown.parent / RESULTS
     charts = results / markdown.stem
     charts.mkdir(parents=True, exist_ok=True)
-    drawn = {path.name for path in (report / CHARTS).iterdir()}
+    drawn = {path.name for path in (report / SVG).iterdir()}
     for path in charts.glob("*.svg"):
         if path.name not in drawn:  # of an earlier page
             path.unlink()
     for name in sorted(drawn):
-        put(report / CHARTS / name, charts / name)
+        put(report / SVG / name, charts / name)
     if not drawn:
         charts.rmdir()
     put(report / "paper.json", results / f"{markdown.stem}.json")
     text = (report / "paper.md").read_text(encoding="utf-8")
     with replacing(markdown) as temporary:
         place = charts.relative_to(markdown.parent).as_posix()
-        temporary.write_text(text.replace(f"]({CHARTS}/", f"]({place}/"), encoding="utf-8")
+        temporary.write_text(text.replace(f"]({SVG}/", f"]({place}/"), encoding="utf-8")
 
 
 def put(source: Path, target: Path) -> None:

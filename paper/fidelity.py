@@ -16,9 +16,9 @@ from paper.plan import Asked
 from paper.setting import Setting
 from paper.shown import ABSENT
 from restorekv.evaluation.grid import FULL
-from restorekv.evaluation.report import Cell, Row, Table, number, table
 from restorekv.evaluation.results import Result
 from restorekv.evaluation.stats import resamples
+from restorekv.evaluation.tables import Table, TableCell, TableRow, between, number, table
 
 NOTE = (
     "KL: mean KL(full || cache) in nats over the tokens of the full cache's answers; below it the 95 % interval, or "
@@ -82,30 +82,30 @@ def tables(exhibit: Comparison, setting: Setting, known: Mapping[Asked, Fidelity
         return
     ratios = list(dict.fromkeys(place.ratio for place in exhibit.places if place.benchmark == key))
     head = [
-        [Cell(""), *(Cell(f"r = {ratio:g}", columns=2) for ratio in ratios)],
+        [TableCell(""), *(TableCell(f"r = {ratio:g}", columns=2) for ratio in ratios)],
         ["method", *(title for _ in ratios for title in ("KL, nats", "same, %"))],
     ]
     lines = []
     for name, row in exhibit.rows.items():
         if row.evictor != FULL:
             made = [cell for ratio in ratios for cell in cells(exhibit, known, (name, key, ratio))]
-            lines.append(Row([row.label, *made], strong=name in exhibit.against and row.adapter is not None))
+            lines.append(TableRow([row.label, *made], strong=name in exhibit.against and row.adapter is not None))
     others = {exhibit.rows[row].label for row in exhibit.against.values()}
     note = NOTE.format(against=others.pop() if len(others) == 1 else "its base")
     title = f"{exhibit.title}: {setting.benches[key].shown}, fidelity to the full cache"
     yield table(f"{exhibit.name}-{key}-fidelity", title, head, lines, note, list(figures(exhibit, known, key)))
 
 
-def cells(exhibit: Comparison, known: Mapping[Asked, Fidelity], spot: Asked) -> list[Cell]:
+def cells(exhibit: Comparison, known: Mapping[Asked, Fidelity], spot: Asked) -> list[TableCell]:
     """KL, and the share of answers that stay the same."""
     mine, base = known.get(spot), known.get((exhibit.against.get(spot[0], ""), *spot[1:]))
     if mine is None:
         return [ABSENT, ABSENT]
     value, low, high = interval(mine, base)
-    small = f"{number(low, 3, bool(base))} to {number(high, 3, bool(base))}"
+    small = between(low, high, 3, bool(base))
     small = f"{number(value, 3, True)}, {small}" if base else small
     apart = base is not None and (low > 0 or high < 0)
-    return [Cell(number(mine.kl, 3), small, strong=apart), Cell(number(mine.same, 0))]
+    return [TableCell(number(mine.kl, 3), small, strong=apart), TableCell(number(mine.same, 0))]
 
 
 def lowered(exhibit: Comparison, known: Mapping[Asked, Fidelity]) -> Iterator[str]:

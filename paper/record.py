@@ -9,12 +9,11 @@ import torch
 from restorekv import tasks
 from restorekv.evaluation.grid import FULL, Cell
 from restorekv.evaluation.measure import describe_machine
-from restorekv.evaluation.report import Section, Table, number, score, table
-from restorekv.evaluation.report.blocks import Block
+from restorekv.evaluation.report.page import Block, Section
 from restorekv.evaluation.results import Result
 from restorekv.evaluation.rows import CACHE_FIGURES
 from restorekv.evaluation.stats import LEAST
-from restorekv.evaluation.tables import name
+from restorekv.evaluation.tables import Table, name, number, score, table
 
 RULE = (
     f"A task on which the full cache scores below {LEAST:g} has nothing to lose: it is asked and shown here, but left "
@@ -28,58 +27,57 @@ NOTE = (
 
 
 def section(results: Mapping[Cell, Result]) -> Section | None:
-    """The last one of a page; None where nothing is measured."""
+    """Returns the last section of a page; None where nothing is measured."""
     done = {cell: result for cell, result in results.items() if result.done}
     blocks: list[Block] = [full_cache(done)] if any(cell.evictor == FULL for cell in done) else []
     return Section("The full cache, and what the caches held", RULE, [*blocks, held(done)]) if done else None
 
 
 def full_cache(done: Mapping[Cell, Result]) -> Table:
-    """Its score on every task."""
-    lines, data = [], []
+    """Returns the full cache's score on every task."""
+    rows, data = [], []
     for cell, result in done.items():
-        for task, told in result.summary["tasks"].items() if cell.evictor == FULL else ():
-            counts = told["score"] >= LEAST
-            shown = score(told["score"], told["low"], told["high"])
-            lines.append([*asked(cell), task, number(told["questions"], 0), shown, "counts" if counts else "below 10"])
-            figures = {key: told[key] for key in ("questions", "score", "low", "high")}
+        for task, points in result.summary["tasks"].items() if cell.evictor == FULL else ():
+            counts = points["score"] >= LEAST
+            shown = score(points["score"], points["low"], points["high"])
+            rows.append([*asked(cell), task, number(points["questions"], 0), shown, "counts" if counts else "below 10"])
+            figures = {key: points[key] for key in ("questions", "score", "low", "high")}
             data.append({"benchmark": cell.benchmark, "protocol": cell.protocol, "task": task, **figures,
                          "counts": counts})  # fmt: skip
     head = ["benchmark", "settings", "task", "questions", "score of the full cache", "in means"]
-    return table(
-        "full-cache", "The full cache by task", head, lines, "Points, 0 to 100; 95 % intervals.", data, (0, 1, 2, 5)
-    )
+    note = "Points, 0 to 100; 95 % intervals."
+    return table("full-cache", "The full cache by task", head, rows, note, data, left=(0, 1, 2, 5))
 
 
 def held(done: Mapping[Cell, Result]) -> Table:
-    """A line for every benchmark, ratio and size."""
+    """Returns what caches held: a line for every benchmark, ratio and size."""
     groups: dict[tuple, dict[str, None]] = {}
     for cell, result in sorted(done.items(), key=lambda item: (item[0].benchmark, item[0].protocol, -item[0].value)):
         sizes = tuple(result.summary[key] for key in ("pairs", "pairs_with_prefix", "bytes"))
         groups.setdefault((*asked(cell), cell.value, *sizes), {})[name(cell.evictor, cell.restored)] = None
-    lines = [[title, settings, f"{ratio:g}", ", ".join(names), *(f"{size:,.0f}" for size in sizes)]
-             for (title, settings, ratio, *sizes), names in groups.items()]  # fmt: skip
+    rows = [[title, settings, f"{ratio:g}", ", ".join(names), *(f"{size:,.0f}" for size in sizes)]
+            for (title, settings, ratio, *sizes), names in groups.items()]  # fmt: skip
     head = ["benchmark", "settings", "r", "methods", "pairs", "with prefix", "bytes"]
-    return table("held", "Held for a context", head, lines, NOTE, left=(0, 1, 3))
+    return table("held", "Held for a context", head, rows, NOTE, left=(0, 1, 3))
 
 
 def asked(cell: Cell) -> tuple[str, str]:
-    """What a cell's benchmark is called, and the spec that makes it."""
+    """Returns a benchmark's title, and the spec that makes it."""
     return tasks.make(cell.benchmark).title, cell.benchmark
 
 
 def made_with(command: str) -> dict[str, object]:
-    """Date, versions, processor, threads, system and the command, as plain JSON values."""
+    """Returns date, versions, processor, threads, system and the command, as plain JSON values."""
     return {**describe_machine(torch.get_num_threads()), "command": command}
 
 
-def told(made: Mapping[str, object]) -> Iterator[str]:
-    """The same as a sentence, where there was a command."""
+def sentence(made: Mapping[str, object]) -> Iterator[str]:
+    """Yields the same as a sentence, where there was a command."""
     if made["command"]:
         versions = ", ".join(f"{package} {version}" for package, version in made["versions"].items())
         yield f"Written on {made['date']} by `{made['command']}` ({versions}; {made['processor']})."
 
 
 def of_cells(done: Sequence[Result]) -> dict[str, dict]:
-    """Pairs and bytes that every cell's caches held, by the cell's name."""
+    """Returns pairs and bytes that every cell's caches held, by the cell's name."""
     return {result.cell.name: {key: result.summary[key] for key in CACHE_FIGURES} for result in done}

@@ -1,4 +1,4 @@
-"""OUT/report: a page with every exhibit, the same as Markdown, and all figures as JSON."""
+"""Writes OUT/report: a page with every exhibit, the same as Markdown, and all figures as JSON."""
 
 from __future__ import annotations
 
@@ -15,55 +15,46 @@ from paper.plan import Exhibit
 from paper.scores import FAILS, HOLDS, NOISE, Judged, judged, verdict
 from paper.setting import Setting
 from paper.study import Study
-from paper.text import markdown
-from restorekv.evaluation import report
+from restorekv.evaluation.charts import Chart
 from restorekv.evaluation.grid import FULL, Cell
-from restorekv.evaluation.report import Points, Section, picture
-from restorekv.evaluation.report.blocks import Block
-from restorekv.evaluation.report.folder import exhibits as exhibits_of
+from restorekv.evaluation.report import page
+from restorekv.evaluation.report.page import Block, Points, Section
 from restorekv.evaluation.results import Result
 from restorekv.evaluation.stats import resamples
-from restorekv.evaluation.tables import name
+from restorekv.evaluation.tables import Table, name, table
 from restorekv.files import replacing, write_json
 
-CHARTS = "charts"
 SUBTITLE = "arXiv 2608.01247, table by table, beside the paper's own figures"
 DRAWING = "Figure 2 of the paper is a drawing of the method; nothing is measured for it."
 
 
 def write(exhibits: Sequence[Exhibit], setting: Setting, done: Done, out: Path, command: str = "") -> Path:
-    """Everything; returns the page. `command` is what made it, for the record."""
-    made, kept, results = [], {}, done.results
+    """Writes the page and its files; returns the page. `command` is what made it, for the record."""
+    framed_exhibits, kept, results = [], {}, done.results
     for exhibit in exhibits:
         study = isinstance(exhibit, Study)
         blocks, claims, data = shown_study(exhibit, setting, out) if study else compared(exhibit, setting, results)
-        made.append((framed(exhibit, setting, claims, blocks, done.failed), claims))
+        framed_exhibits.append((framed(exhibit, setting, claims, blocks, done.failed), claims))
         kept[exhibit.name] = {
             "number": exhibit.number, "label": exhibit.label, "title": exhibit.title, "backbone": exhibit.backbone,
             **data, "claims": [asdict(claim) for claim in claims],
         }  # fmt: skip
-    sections, claims = [section for section, _ in made], [claim for _, found in made for claim in found]
+    sections, claims = (
+        [section for section, _ in framed_exhibits],
+        [claim for _, part in framed_exhibits for claim in part],
+    )
     sections += [last] if (last := record.section(results)) else []
     with_what = record.made_with(command)
-    intro = [*introduction(setting, results, claims), *record.told(with_what)]
+    intro = [*introduction(setting, results, claims), *record.sentence(with_what)]
     title = f"The paper's tables and figures on {the_model(setting)}"
-    page = report.write(out / "report", title, sections, intro, SUBTITLE)
-    draw_charts(page.parent / CHARTS, sections)
-    with replacing(page.parent / "paper.md") as path:
-        path.write_text(markdown(title, intro, sections, CHARTS), encoding="utf-8")
+    index = page.write(out / "report", title, sections, intro, SUBTITLE)
+    with replacing(index.parent / "paper.md") as path:
+        path.write_text(page.markdown(title, intro, sections), encoding="utf-8")
     finished = [result for result in results.values() if result.done]
     facts = {result.cell.name: result.facts for result in finished}
-    told = {"made_with": with_what, "exhibits": kept, "conventions": facts, "held": record.of_cells(finished)}
-    write_json(page.parent / "paper.json", told)
-    return page
-
-
-def draw_charts(folder: Path, sections: Sequence[Section]) -> None:
-    """Every chart as an SVG file, which the Markdown shows."""
-    folder.mkdir()
-    for block in exhibits_of(sections):
-        if isinstance(block, report.Chart):
-            (folder / f"{block.name}.svg").write_text(picture.svg(block), encoding="utf-8")
+    figures = {"made_with": with_what, "exhibits": kept, "conventions": facts, "held": record.of_cells(finished)}
+    write_json(index.parent / "paper.json", figures)
+    return index
 
 
 def the_model(setting: Setting) -> str:
@@ -73,7 +64,7 @@ def the_model(setting: Setting) -> str:
 def compared(
     exhibit: Comparison, setting: Setting, results: Mapping[Cell, Result]
 ) -> tuple[list[Block], list[Judged], dict[str, object]]:
-    """A comparison's tables, claims and figures."""
+    """Returns a comparison's blocks, claims and figures."""
     scores, measured = plan.scores(exhibit, setting, results), plan.measured(exhibit, setting, results)
     claims = [judged(claim, exhibit, scores) for claim in exhibit.claims]
     blocks: list[Block] = [shown.curves(exhibit, setting, scores)] if exhibit.chart and scores.runs else []
@@ -99,7 +90,7 @@ def framed(
     blocks: Sequence[Block],
     failed: Mapping[tuple[str, str], str],
 ) -> Section:
-    """The section with what a reader must know before the figures, and what could not be measured."""
+    """Returns the section with what a reader must know before the figures, and what could not be measured."""
     standing, seeds = [], ""
     if isinstance(exhibit, Comparison):
         standing = [setting.benches[key].standing for key in plan.asked(exhibit)]
@@ -107,33 +98,33 @@ def framed(
     place = f"{exhibit.label} in the paper's source." if exhibit.label else ""
     intro = " ".join(filter(None, (place, exhibit.note, *standing, seeds)))
     lacking = [*plan.missing(exhibit, setting), *plan.unreachable(exhibit, setting, failed)]
-    told = [*blocks, *(["Not measured:", Points(lacking)] if lacking else [])]
+    blocks = [*blocks, *(["Not measured:", Points(lacking)] if lacking else [])]
     title = f"{exhibit.number}: {exhibit.title}" if exhibit.number else exhibit.title
-    return Section(title, intro, told, shown.summed(claims))
+    return Section(title, intro, blocks, shown.summed(claims))
 
 
 def shown_study(exhibit: Study, setting: Setting, out: Path) -> tuple[list[Block], list[Judged], dict[str, object]]:
-    """An analysis or facts."""
+    """Returns the blocks, claims and figures of an analysis or of facts."""
     blocks, claims = exhibit.show(setting, out)
     blocks = [*blocks, *([shown.claims(exhibit.name, claims)] if claims else [])]
-    data = [dict(row) for block in blocks if isinstance(block, (report.Table, report.Chart)) for row in block.data]
+    data = [dict(row) for block in blocks if isinstance(block, (Table, Chart)) for row in block.data]
     return blocks, list(claims), {"rows": data}
 
 
 def faster(exhibit: Comparison, took: Mapping[str, Mapping[str, float]]) -> Judged:
-    """That the first of the timed rows is faster than the second: how many times, bootstrapped over contexts."""
+    """Judges whether the first of the timed rows is faster than the second, bootstrapped over contexts."""
     (quick, quick_paper), (slow, slow_paper) = exhibit.seconds.items()
     both = np.array([[took[quick][sample], took[slow][sample]] for sample in took[quick] if sample in took[slow]])
     drawn = resamples(len(both), 0) @ both
     low, high = np.percentile(drawn[:, 1] / drawn[:, 0], (2.5, 97.5))
     value = float(both[:, 1].sum() / both[:, 0].sum())
     text = f"{exhibit.rows[quick].label} makes a cache faster than {exhibit.rows[slow].label} (times less 1)"
-    told = verdict(value - 1, low - 1, high - 1)
-    return Judged(text, told, (slow_paper / quick_paper - 1,), value - 1, float(low) - 1, float(high) - 1)
+    holds = verdict(value - 1, low - 1, high - 1)
+    return Judged(text, holds, (slow_paper / quick_paper - 1,), value - 1, float(low) - 1, float(high) - 1)
 
 
-def timed(exhibit: Comparison, took: Mapping[str, Mapping[str, float]]) -> report.Table:
-    """Seconds a context."""
+def timed(exhibit: Comparison, took: Mapping[str, Mapping[str, float]]) -> Table:
+    """Returns the seconds that a context takes."""
     lines = [
         [exhibit.rows[row].label, f"{np.mean(list(took[row].values())):.2f}", f"{exhibit.seconds[row]:g}"]
         for row in exhibit.seconds
@@ -143,11 +134,11 @@ def timed(exhibit: Comparison, took: Mapping[str, Mapping[str, float]]) -> repor
         "Taken while the grid ran, so other work on the machine counts."
     )
     head = ["method", "seconds a context, here", "seconds, paper"]
-    return report.table(f"{exhibit.name}-seconds", "Seconds to make a cache", head, lines, note)
+    return table(f"{exhibit.name}-seconds", "Seconds to make a cache", head, lines, note)
 
 
 def introduction(setting: Setting, results: Mapping[Cell, Result], claims: Sequence[Judged]) -> list[str]:
-    """The page's first paragraphs: how many claims hold, and under what conventions."""
+    """Returns the page's first paragraphs: how many claims hold, and under what conventions."""
     counts = [sum(claim.verdict == kind for claim in claims) for kind in (HOLDS, NOISE, FAILS)]
     parts = [
         f"{len(claims)} claims of the paper: {counts[0]} hold here, {counts[1]} within noise, {counts[2]} not holding, "
@@ -167,14 +158,14 @@ def introduction(setting: Setting, results: Mapping[Cell, Result], claims: Seque
 
 
 def ways(compressed: Mapping[Cell, Mapping]) -> str:
-    """Protocol and prefix policy; where there are several, what was asked under each."""
-    found: dict[str, dict[str, None]] = {}
+    """Returns protocol and prefix policy; where there are several, what was asked under each."""
+    asked_under: dict[str, dict[str, None]] = {}
     for cell, facts in compressed.items():
         policy = "kept beside the budget" if facts["prefix_policy"] == "free" else "counted in the budget"
         asked = facts["benchmark"]["title"]
         if cell.prefix_policy:
             asked += f" with {name(cell.evictor, cell.restored)}"
-        found.setdefault(f"{facts['protocol']['name']} protocol, chat prefix {policy}", {})[asked] = None
-    if len(found) == 1:
-        return next(iter(found))
-    return "; ".join(f"{way} ({', '.join(asked)})" for way, asked in found.items())
+        asked_under.setdefault(f"{facts['protocol']['name']} protocol, chat prefix {policy}", {})[asked] = None
+    if len(asked_under) == 1:
+        return next(iter(asked_under))
+    return "; ".join(f"{way} ({', '.join(asked)})" for way, asked in asked_under.items())

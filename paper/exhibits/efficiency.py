@@ -13,9 +13,8 @@ from restorekv.evaluation import protocols
 from restorekv.evaluation.analysis import cost
 from restorekv.evaluation.analysis.run import label_of
 from restorekv.evaluation.report import efficiency as charts
-from restorekv.evaluation.report import number, table
-from restorekv.evaluation.report.blocks import Block, Table
-from restorekv.evaluation.tables import name
+from restorekv.evaluation.report.page import Block
+from restorekv.evaluation.tables import Table, name, number, table
 from restorekv.model.load import load_model
 
 LATENCY = {1.0: (0.457, 4.20), 0.05: (0.253, 0.20)}  # r: milliseconds a layer, GB of cache

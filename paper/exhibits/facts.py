@@ -14,8 +14,8 @@ from paper.setting import Setting
 from paper.study import Study
 from restorekv import tasks
 from restorekv.evaluation.measure import processor
-from restorekv.evaluation.report import table
-from restorekv.evaluation.report.blocks import Block
+from restorekv.evaluation.report.page import Block
+from restorekv.evaluation.tables import table
 
 ENVIRONMENT = {
     "GPU": "NVIDIA RTX PRO 6000 Blackwell (96 GB)",

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from matplotlib.axes import Axes
 
 from paper.scores import MISSING, Judged, verdict
 from paper.setting import Setting
@@ -19,9 +18,10 @@ from restorekv.evaluation import protocols
 from restorekv.evaluation.analysis.attention_mass import profile_divergence
 from restorekv.evaluation.analysis.case import DocumentFigures
 from restorekv.evaluation.analysis.run import FOLDER, analyze, label_of
-from restorekv.evaluation.report import Mark, chart, draw, number, table
-from restorekv.evaluation.report.blocks import Block, Chart, Table
+from restorekv.evaluation.charts import BLUE, INK, SKY, Area, Axis, Chart, Line, Mark, Panel
+from restorekv.evaluation.report.page import Block
 from restorekv.evaluation.results import complete_lines
+from restorekv.evaluation.tables import Table, number, table
 from restorekv.model.load import load_model
 from restorekv.tasks import Benchmark
 
@@ -29,9 +29,9 @@ EVICTOR, RATIO, WHAT = "kvzip", "0.05", ("attention", "divergence")
 DOCUMENTS = 52
 LABELS = {"full": "full cache", "base": "KVzip", "restored": "RestoreKV"}
 LOOKS = {
-    "full": Mark("full cache", draw.INK, dashed=True),
-    "base": Mark("KVzip", draw.BLUE, "o", dashed=True, hollow=True),
-    "restored": Mark("RestoreKV", draw.BLUE, "o"),
+    "full": Mark("full cache", INK, dashed=True),
+    "base": Mark("KVzip", BLUE, "o", dashed=True, hollow=True),
+    "restored": Mark("RestoreKV", BLUE, "o"),
 }
 # Mass on the context in percent, layers below 0.1 %, divergence of the layer profile and of predictions in nats.
 PAPER = {"full": ("2.73", "", "", ""), "base": ("0.56", "7 of 36", "0.198", "7.3"),
@@ -96,25 +96,16 @@ def profile(setting: Setting, found: dict, caches: dict) -> Chart:
     layers = range(1, len(caches["full"]["context"]) + 1)
     shares = {name: [100 * mass for mass in cache["context"]] for name, cache in caches.items()}
 
-    def fill(axes: Axes) -> None:
-        if "restored" in shares:
-            base, restored = np.array(shares["base"]), np.array(shares["restored"])
-            back = np.maximum(base, restored)
-            axes.fill_between(layers, base, back, color=draw.SKY, alpha=0.3, linewidth=0)
-        for name, values in shares.items():
-            draw.line(axes, LOOKS[name], layers, values)
-        axes.set_xlabel("layer")
-        axes.set_xticks(layers if len(layers) < 13 else [*range(4, len(layers) + 1, 4)])
-        axes.set_ylabel("attention on the context (%)")
-
+    content: list[Line | Area] = [Line(LOOKS[name], layers, values) for name, values in shares.items()]
+    if "restored" in shares:
+        content.append(Area(Mark("brought back", SKY), layers, shares["base"], shares["restored"]))
+    ticks = layers if len(layers) < 13 else [*range(4, len(layers) + 1, 4)]
+    panel = Panel(content, Axis("layer", ticks=ticks), Axis("attention on the context (%)"))
     data = [{"layer": layer, **{name: values[layer - 1] for name, values in shares.items()}} for layer in layers]
-    marks = [LOOKS[name] for name in shares]
     alt = "Attention of the last question token on non-sink context by layer: full, evicted and restored cache"
     title = f"Attention on the context by layer ({setting.model})"
     note = f"{found['documents']} documents, {found['questions']} questions. Shaded: what comes back."
-    if "restored" in shares:
-        marks.append(Mark("brought back", draw.SKY, band=True))
-    return chart(fill, "mechanism-chart", title, alt, data, note, marks)
+    return Chart("mechanism-chart", title, [panel], alt, data, note)
 
 
 def averages(found: dict, caches: dict, told: dict) -> Table:

@@ -12,8 +12,8 @@ from paper.setting import Setting
 from paper.study import Study
 from restorekv.data.mixture import read_mixture
 from restorekv.data.table import figures
-from restorekv.evaluation.report import table
-from restorekv.evaluation.report.blocks import Block
+from restorekv.evaluation.report.page import Block
+from restorekv.evaluation.tables import table
 from restorekv.model.load import bundled_path
 
 MIXTURE = bundled_path("mixture.json")  # written by recipes/tiny/mixture.py

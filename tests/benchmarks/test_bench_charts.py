@@ -14,10 +14,10 @@ from matplotlib.text import Text
 
 from benchmarks import charts as measured
 from benchmarks.__main__ import execute
-from benchmarks.chart_memory import apart, slope
+from benchmarks.chart_memory import slope
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.report import draw, picture
-from restorekv.evaluation.report.blocks import Chart, Mark, Panel
+from restorekv.evaluation import draw
+from restorekv.evaluation.charts import NARROW, Panel
 
 MODEL = {"parameters": 596e6, "dtype": "bfloat16", "num_hidden_layers": 28}
 MACHINE = {"processor": "AMD EPYC, 2 cores", "threads": 1}
@@ -160,7 +160,7 @@ def test_no_text_lies_on_another_or_is_cut(kind, monkeypatch):
     monkeypatch.setattr(Text, "draw", lambda self, *given: texts.append(self) or draw_text(self, *given))
     result = SHOWN[kind][0] if kind in SHOWN else alone()
     with rc_context(draw.STYLE):
-        figure = picture.figure(measured.chart_of(Path("2026-11-21-name.json"), result))
+        figure = draw.figure(measured.chart_of(Path("2026-11-21-name.json"), result))
         figure.canvas.draw()
         boxes = [(text.get_text(), text.get_window_extent()) for text in texts if text.get_text().strip()]
     assert len(boxes) > 8
@@ -198,12 +198,12 @@ def test_a_second_call_overwrites_and_is_the_same(tmp_path):
 
 BAD = {
     "missing": (None, "There is no file"),
-    "damaged": ('{"rows": [', "no JSON, or damaged"),
-    "binary": (b"\xff\xfe\x00", "no JSON, or damaged"),
-    "a list": ("[1, 2]", "no result of bench"),
-    "no rows": ('{"rows": []}', "no result of bench"),
-    "other rows": ('{"rows": [{"a": 1}]}', "no result of bench"),
-    "mixed rows": (json.dumps({"rows": [scorers()["rows"][0], {"a": 1}]}), "no result of bench"),
+    "damaged": ('{"rows": [', "not JSON, or damaged"),
+    "binary": (b"\xff\xfe\x00", "not JSON, or damaged"),
+    "a list": ("[1, 2]", "not a result of bench"),
+    "no rows": ('{"rows": []}', "not a result of bench"),
+    "other rows": ('{"rows": [{"a": 1}]}', "not a result of bench"),
+    "mixed rows": (json.dumps({"rows": [scorers()["rows"][0], {"a": 1}]}), "not a result of bench"),
     "a part": (json.dumps({"rows": scorers()["rows"]}), "does not hold what its chart shows"),
     "words": (json.dumps(scorers() | {"rows": [{"method": "a", "multiple": "b", "prefill": 1}]}), "does not hold"),
     "zero": (json.dumps(memory() | {"rows": [memory_row(t, "plain", {"score": 0}) for t in (1, 2)]}), "does not hold"),
@@ -225,7 +225,7 @@ def test_what_is_no_result_is_refused_and_nothing_is_written(kind, tmp_path):
 def test_places_that_cannot_hold_charts(tmp_path):
     file = tmp_path / "a.json"
     file.write_text(json.dumps(scorers()))
-    with pytest.raises(RestoreKVError, match="is no folder"):
+    with pytest.raises(RestoreKVError, match="is not a folder"):
         measured.write([file], file)
     with pytest.raises(RestoreKVError, match="Several files are called a"):
         measured.write([file, tmp_path / "other" / "a.json"], tmp_path / "charts")
@@ -251,18 +251,17 @@ def test_the_command_reads_the_stored_results(tmp_path, monkeypatch, capsys):
     made = sorted(path.name for path in (tmp_path / "docs" / "charts").iterdir())
     assert made == ["2026-11-21-scorers.png", "2026-11-21-scorers.svg"]
     height, width, _ = imread(tmp_path / "docs" / "charts" / made[0]).shape
-    assert width == round(7.4 * picture.DPI) and height > 200
+    assert width == round(7.4 * draw.DPI) and height > 200
     assert "Wrote docs/charts/2026-11-21-scorers.svg" in capsys.readouterr().out
     assert execute(["charts", "nowhere.json"]) == 1
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
 
 def test_labels_of_lines_stand_apart():
-    marks = [Mark(name, "k") for name in "abcd"]
-    found = apart(dict(zip(marks, (0.9, 0.89, 0.1, 0.95), strict=True)))
-    heights = sorted(found.values())
-    assert min(late - early for early, late in pairwise(heights)) > 0.15
-    assert heights[0] == 0.1 and heights[-1] < 1 and found[marks[1]] < found[marks[0]] < found[marks[3]]
+    heights = draw.apart((0.9, 0.89, 0.1, 0.95), (2, 2, 2, 2))
+    ordered = sorted(heights)
+    assert min(late - early for early, late in pairwise(ordered)) > 0.15
+    assert ordered[0] == 0.1 and ordered[-1] < 1 and heights[1] < heights[0] < heights[3]
 
 
 def test_the_slope_is_the_exponent():
@@ -270,13 +269,13 @@ def test_the_slope_is_the_exponent():
 
 
 def test_panels_fill_rows():
-    wide, narrow = Panel(print, width=7.4), Panel(print, width=picture.NARROW)
-    assert [len(row) for row in picture.in_rows([wide, narrow, narrow, narrow])] == [1, 2, 1]
+    wide, narrow = Panel([], width=7.4), Panel([], width=NARROW)
+    assert [len(row) for row in draw.in_rows([wide, narrow, narrow, narrow])] == [1, 2, 1]
 
 
 def test_a_legend_takes_as_many_columns_as_fit():
     def columns(*labels):
-        return picture.legend_columns(Chart("a", "", [], "", (), legend=[Mark(label, "k") for label in labels]))
+        return draw.legend_columns(labels)
 
     assert columns("a", "b", "c") == 3 and columns(*"abc", "d" * 100) == 1
     assert columns() == columns("a") == 1 and columns(*["w" * 30] * 4) == 2

@@ -13,11 +13,12 @@ from matplotlib.image import imread
 
 from restorekv.cli import execute
 from restorekv.errors import RestoreKVError
+from restorekv.evaluation import draw
 from restorekv.evaluation.grid import Cell
-from restorekv.evaluation.report import build, draw
+from restorekv.evaluation.report import build
 from restorekv.evaluation.report.names import Names, ending
-from restorekv.evaluation.report.paired import pairs
-from restorekv.evaluation.report.runs import read, unseeded
+from restorekv.evaluation.report.runs import base_of, read, unseeded
+from restorekv.evaluation.report.scores import pairs
 from restorekv.evaluation.results import ANSWERS, load
 from restorekv.evaluation.stats import Answer, compared
 from tests.helpers import report_world
@@ -93,9 +94,9 @@ def answers(cell: Cell, folder: Path) -> list[Answer]:
 
 def test_every_section_is_there(page):
     assert page.headings == [
-        "Accuracy against ratio", "Restored beside its base", "Fidelity to the full cache", "Both protocols",
-        "Needle in a haystack", "Attention on the context", "Distance from the full cache", "What survives",
-        "Where restore tokens look", "Efficiency", "Tasks and what was kept", "Conventions and versions",
+        "Accuracy against ratio", "Restored beside its base", "Fidelity to the full cache", "Needle in a haystack",
+        "Attention on the context", "Distance from the full cache", "What survives", "Where restore tokens look",
+        "Efficiency", "What the caches held", "Both protocols", "Conventions and versions",
     ]  # fmt: skip
 
 
@@ -104,7 +105,7 @@ def test_the_page_stands_alone(folder, page):
     assert "script" not in page.tags and "link" not in page.tags and "img" not in page.tags
     assert not re.search(r"@import|url\((?!#)", text)
     beside = [link for link in page.links if not link.startswith(("#", "data:image/png"))]
-    assert not [link for link in beside if not link.startswith(("csv/", "png/"))]
+    assert not [link for link in beside if not link.startswith(("csv/", "svg/", "png/"))]
     assert beside and all((folder / "report" / link).is_file() for link in beside)
 
 
@@ -160,7 +161,7 @@ def test_counts_of_gains(folder, page):
     run = read(folder)
     found = pairs(run, Names(run))
     assert len(found) == 2 * 2 * 2 * 2 + 2
-    more, sure = sum(pair.figures["gain"] > 0 for pair in found), sum(pair.figures["gain_low"] > 0 for pair in found)
+    more, sure = sum(pair["gain"] > 0 for pair in found), sum(pair["gain_low"] > 0 for pair in found)
     assert f"{more} of {len(found)} paired cells improve, {sure} of them with a 95 % interval above zero" in page.text
 
 
@@ -173,7 +174,7 @@ def test_protocols_are_explained_in_the_run_s_own_pairs(folder, page):
     ]  # fmt: skip
     counted = np.mean([int((t + 3) * heads * 5 // 100) for t in tokens])
     free = np.mean([28 * heads + t * heads * 5 // 100 for t in tokens])
-    assert f"At r = 0.05, kvzip really holds {free:,.0f} pairs and kvpress {counted:,.0f}" in page.text
+    assert f"At r = 0.05, kvzip holds {free:,.0f} pairs and kvpress {counted:,.0f}" in page.text
     assert f"{free - counted:,.0f} more ({100 * (free / counted - 1):.1f} %)" in page.text
     left = f"leaves {free - 28 * heads:,.0f} under kvzip and {counted - 3 * heads:,.0f} under kvpress"
     assert left in page.text
@@ -245,7 +246,7 @@ def test_sections_need_data(tmp_path):
     build.report(tmp_path)
     page = Page((tmp_path / "report" / "index.html").read_text())
     assert page.headings == [
-        "Accuracy against ratio", "Restored beside its base", "Fidelity to the full cache", "Tasks and what was kept",
+        "Accuracy against ratio", "Restored beside its base", "Fidelity to the full cache", "What the caches held",
         "Conventions and versions",
     ]  # fmt: skip
     report_world.write_analyses(tmp_path / "other")
@@ -273,9 +274,9 @@ def test_a_control_is_no_other_method(tmp_path):
     report_world.write_cell(tmp_path, replace(base, prefix_policy="free"))
     run = read(tmp_path)
     names = Names(run)
-    labels = [[names.label(method) for method in names.of(place)] for place in run.places]
+    labels = [[names.label(method) for method in names.of(condition)] for condition in run.conditions]
     assert labels == [["KVzip", "KVzip, offset 8", "KVzip + RestoreKV", "KVzip + RestoreKV, n = 1"], ["KVzip"]]
-    assert [names.place(place) for place in run.places] == ["QASPER", "QASPER, prefix free"]
+    assert [names.condition(condition) for condition in run.conditions] == ["QASPER", "QASPER, prefix free"]
 
 
 @pytest.mark.parametrize("change", [{"fingerprint": "0" * 16}, {"benchmark": {"digest": "0" * 16}}])
@@ -285,7 +286,7 @@ def test_mixed_up_cells_are_refused(tmp_path, change):
     facts = report_world.facts_of(base, 6)
     other = {key: {**facts[key], **value} if isinstance(value, dict) else value for key, value in change.items()}
     report_world.write_cell(tmp_path, replace(base, ratio="0.2"), **other)
-    with pytest.raises(RestoreKVError, match="of one name"):
+    with pytest.raises(RestoreKVError, match="share a name"):
         build.report(tmp_path)
     assert not (tmp_path / "report").exists()
 
@@ -297,7 +298,7 @@ def test_the_same_context_in_two_seeds_counts_once(tmp_path):
     second = report_world.write_cell(tmp_path, replace(base, benchmark="qasper:count=6,seed=1"))
     lines = [json.loads(line) for line in (first.folder / "answers.jsonl").read_text().splitlines()]
     (second.folder / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (pool,) = next(iter(read(tmp_path).places.values())).cells.popitem()[1].values()
+    (pool,) = next(iter(read(tmp_path).conditions.values())).cells.popitem()[1].values()
     assert len(pool.results) == 2 and len(pool.lines) == len(lines) == 6
 
 
@@ -305,7 +306,7 @@ def test_needles_in_two_haystacks_count_twice(tmp_path):
     """Their questions are the same; the texts around them are drawn by the seed."""
     for spec in ("needle:lengths=500+2000", "needle:lengths=500+2000,seed=1"):
         report_world.write_cell(tmp_path, Cell("m", spec, "kvzip", "0.1"))
-    [grid] = read(tmp_path).places.values()
+    [grid] = read(tmp_path).conditions.values()
     [by_ratio] = grid.cells.values()
     assert len(by_ratio[0.1].lines) == 12
 
@@ -334,7 +335,7 @@ def test_command_line(folder, tmp_path, capsys):
     precious.mkdir()
     (precious / "thesis.txt").write_text("mine")
     assert execute(["report", str(folder), "--out", str(precious)]) == 1
-    assert "holds something that is no report" in capsys.readouterr().err
+    assert "holds files that are not a report" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["precious"] and (precious / "thesis.txt").exists()
 
 
@@ -369,12 +370,12 @@ def test_storage_and_streaming_stand_behind_the_plain_method(tmp_path):
         for adapter in (None, "auto"):
             report_world.write_cell(tmp_path, replace(base, adapter=adapter, **changed), answered=2)
     run = read(tmp_path)
-    names, (grid,) = Names(run), run.places.values()
+    names, (grid,) = Names(run), run.conditions.values()
     alone = ["KVzip", "KVzip, streamed 512 tokens at a time", "KVzip, held in fp8", "KVzip, held in int8"]
     assert [names.label(method) for method in names.methods][:4] == alone
     for method in names.methods[4:]:
-        assert method.base in names.methods[:4]
-        assert (method.base.storage, method.base.streaming) == (method.storage, method.streaming)
+        assert base_of(method) in names.methods[:4]
+        assert (base_of(method).storage, base_of(method).streaming) == (method.storage, method.streaming)
     assert len(grid.cells) == 8
 
 
@@ -390,9 +391,9 @@ def test_a_task_below_ten_on_the_full_cache_is_left_out_of_means_and_shown(tmp_p
         (result.folder / ANSWERS).write_text("".join(json.dumps(line) + "\n" for line in lines))
     build.report(tmp_path)
     page = Page((tmp_path / "report" / "index.html").read_text())
-    assert "the full cache is below 10 on qa, left out of means." in page.text
+    assert "because the full cache is below 10: qa." in page.text
     run = read(tmp_path)
-    (grid,) = run.places.values()
+    (grid,) = run.conditions.values()
     (base,) = (pool for method, by in grid.cells.items() if not method.restored for pool in by.values())
     kept = [answer for answer in base.answers if answer.family != "qa"]
     assert base.score() == compared(kept) and grid.full.score()["score"] == 100

@@ -9,11 +9,11 @@ import pytest
 
 from restorekv import tasks
 from restorekv.evaluation.grid import Cell, Grid
+from restorekv.evaluation.report.build import terminal
 from restorekv.evaluation.results import SUMMARY, opened
 from restorekv.evaluation.rows import payload, rows
 from restorekv.evaluation.run import run
 from restorekv.evaluation.summary import summary
-from restorekv.evaluation.tables import held, metrics, scores
 from restorekv.files import write_json
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tiny.world import Document, Question
@@ -44,7 +44,7 @@ def world(tmp_path_factory, tiny_tokenizer):
 
 
 @pytest.fixture(autouse=True)
-def fixed_documents(monkeypatch):
+def made(monkeypatch):
     monkeypatch.setattr("restorekv.tiny.suite.documents", lambda *_: DOCUMENTS)
 
 
@@ -56,35 +56,35 @@ def measured(world, folder, methods, ratios=("0.4", "0.2"), **common):
 @pytest.mark.parametrize("policy", ["free", "counted"])
 def test_rows_report_what_the_caches_held(world, tmp_path, policy):
     methods = [("kvzip", str(world / "adapter")), ("kvzip+", None)]
-    results, by_cell = measured(world, tmp_path, methods, prefix_policy=policy)
-    full = by_cell["full", False, 1.0]
-    assert len(by_cell) == 1 + 4 + 2 and next(iter(by_cell.values())) == full
+    results, found = measured(world, tmp_path, methods, prefix_policy=policy)
+    full = found["full", False, 1.0]
+    assert len(found) == 1 + 4 + 2 and next(iter(found.values())) == full
     assert full["kept"] == full["kept_with_prefix"] == 1 and floor(full["pairs"]) // (LAYERS * HEADS) > 0
-    for (evictor, restored, ratio), row in by_cell.items():
+    for (evictor, restored, ratio), row in found.items():
         assert row["questions"] == 4 and row["samples"] == 2 and row["low"] <= row["score"] <= row["high"]
         if evictor != "full":
             whole = full["pairs"] if policy == "free" else full["pairs_with_prefix"]
-            assert row["pairs"] == pytest.approx(by_cell[evictor, False, ratio]["pairs"])
+            assert row["pairs"] == pytest.approx(found[evictor, False, ratio]["pairs"])
             assert ratio * whole - 1 < row["pairs"] <= ratio * whole and row["kept"] <= ratio
             assert row["bytes"] < full["bytes"]
             assert (row["kept_with_prefix"] > row["kept"]) == (policy == "free")
         if restored:
             assert {"gain", "gain_low", "gain_high", "recovered"} <= row.keys()
-            assert row["gain"] == pytest.approx(row["score"] - by_cell[evictor, False, ratio]["score"])
+            assert row["gain"] == pytest.approx(row["score"] - found[evictor, False, ratio]["score"])
             assert set(row["groups"]) == {"questions", "retrieval and tracing"}
             assert all("gain" in group for group in row["groups"].values())
         else:
             assert "gain" not in row
-    [table] = scores(list(by_cell.values()))
-    assert table.row_count == 3 and held(list(by_cell.values())).row_count == 7
-    stored = json.loads(json.dumps(payload(results)))
-    assert {cell["prefix_policy"] for name, cell in stored["facts"].items() if "_full_" not in name} == {policy}
+    scores, *_, held = terminal(results)
+    assert len(scores.rows) == 4 and len(held.rows) == 7
+    told = json.loads(json.dumps(payload(results)))
+    assert {cell["prefix_policy"] for name, cell in told["facts"].items() if "_full_" not in name} == {policy}
 
 
 def test_attention_matching_stands_beside_an_evictor(world, tmp_path):
-    _, by_cell = measured(world, tmp_path, [("am-fast", None), ("snapkv", None)], ("0.3",), prefix_policy="free")
+    _, found = measured(world, tmp_path, [("am-fast", None), ("snapkv", None)], ("0.3",), prefix_policy="free")
     matched, evicted, full = (
-        by_cell[key] for key in (("am-fast", False, 0.3), ("snapkv", False, 0.3), ("full", False, 1))
+        found[key] for key in (("am-fast", False, 0.3), ("snapkv", False, 0.3), ("full", False, 1))
     )
     assert matched["pairs"] == evicted["pairs"]
     assert matched["bytes"] - evicted["bytes"] == 4 * matched["pairs_with_prefix"]  # one number more for every pair
@@ -105,24 +105,26 @@ def test_adapters_of_one_evictor_are_told_apart(world, tmp_path):
     methods = [("kvzip", str(world / name)) for name in ("adapter", "other/adapter")]
     results, _ = measured(world, tmp_path, methods, ("0.4",))
     assert len(results) == 4 and [row["restored"] for row in rows(results)] == [False, False, True, True]
-    [table] = scores(rows(results))
-    assert table.row_count == 3 and len(set(table.columns[0]._cells)) == 3
-    [table] = scores(rows(measured(world, tmp_path, methods[:1], ("0.4",), restore_tokens=1)[0]))
-    assert "n = 1" in str(table.columns[0]._cells[-1])
+    table = terminal(results)[0]
+    assert len(table.rows) == 4 and len({str(row.cells[0]) for row in table.rows}) == 4
+    table = terminal(measured(world, tmp_path, methods[:1], ("0.4",), restore_tokens=1)[0])[0]
+    assert "n = 1" in table.rows[-1].cells[0]
 
 
 def test_a_cell_that_runs_is_no_figure(world, tmp_path):
     results, _ = measured(world, tmp_path, [("kvzip", str(world / "adapter"))], ("0.4", "0.2"))
     (results[1].folder / "summary.json").unlink()
-    left = rows([type(result)(result.folder, result.cell, result.facts) for result in results])
-    assert len(left) == 4 and sum("gain" in row for row in left) == 1
-    [table] = scores(left)
-    assert "running" in {cell for column in table.columns for cell in column._cells}
+    left = [type(result)(result.folder, result.cell, result.facts) for result in results]
+    assert len(rows(left)) == 4 and sum("gain" in row for row in rows(left)) == 1
+    table = terminal(left)[0]
+    assert any(cell.text.startswith("running") for row in table.rows for cell in row.cells[1:])
 
 
 def by_hand(folder, cell, means):
     """A finished cell whose tasks have these scores: three contexts with a question of each task."""
-    result = opened(folder, cell, facts(cell, {}) | {"fingerprint": "f"})
+    result = opened(
+        folder, cell, facts(cell, {"spec": cell.benchmark, "title": "Plain", "samples": 3}) | {"fingerprint": "f"}
+    )
     for name in range(3):
         answers = [
             {
@@ -131,38 +133,37 @@ def by_hand(folder, cell, means):
             }
             for task, mean in means.items()
         ]  # fmt: skip
-        cache_figures = {"tokens": 100, "prefix": 3, "pairs": 60, "pairs_with_prefix": 78, "bytes": 1000}
-        result.append({"sample": str(name), **cache_figures, "answers": answers}, {})
+        held = {"tokens": 100, "prefix": 3, "pairs": 60, "pairs_with_prefix": 78, "bytes": 1000, "restore_tokens": 0}
+        result.append({"sample": str(name), **held, "answers": answers}, {})
     write_json(result.folder / SUMMARY, summary(result))
     return result
 
 
 def test_a_task_with_nothing_to_lose_is_shown_and_left_out_of_means(tmp_path, monkeypatch):
     monkeypatch.setitem(tasks.BENCHMARKS, "plain", Plain)
-    scores_by_method = {
+    by_method = {
         "full": {"a": 0.8, "b": 0.05, "c": 0.4},
         "base": {"a": 0.2, "b": 0.9, "c": 0.2},
         "restored": {"a": 0.6, "b": 0.0, "c": 0.3},
     }
-    finished = {}
-    for method, means in scores_by_method.items():
+    found = {}
+    for method, means in by_method.items():
         cell = Cell("m", "plain", "kvzip" if method != "full" else "full", "0.5" if method != "full" else "1")
         cell = replace(cell, adapter="auto" if method == "restored" else None)
-        finished[method] = by_hand(tmp_path / "some", cell, means)
-    full, base, restored = rows(list(finished.values()))
+        found[method] = by_hand(tmp_path / "some", cell, means)
+    full, base, restored = rows(list(found.values()))
     assert full["left_out"] == base["left_out"] == ["b"] and base["tasks"]["b"] == pytest.approx(90)
     assert (full["score"], base["score"], restored["score"]) == pytest.approx((60, 20, 45))
     assert restored["gain"] == pytest.approx(25) and restored["recovered"] == pytest.approx(25 / 40)
     assert restored["questions"] == 9 and base["metrics"] == {"half": pytest.approx(10)}
     assert base["kl"] == pytest.approx(0.3), "fidelity keeps every task"
-    assert finished["base"].summary["score"] == pytest.approx(100 * 1.3 / 3), (
-        "a cell alone does not know the full cache"
-    )
-    alone = rows([finished["base"]])[0]
+    assert found["base"].summary["score"] == pytest.approx(100 * 1.3 / 3), "a cell alone does not know the full cache"
+    alone = rows([found["base"]])[0]
     assert alone["score"] == pytest.approx(100 * 1.3 / 3) and alone["left_out"] == []
-    tables = scores([full, base, restored])
-    assert "left out: full cache below 10 (b)" in tables[0].caption and len(metrics([full, base, restored])) == 1
-    hopeless = [by_hand(tmp_path / "none", result.cell, {"a": 0.09, "b": 0.0}) for result in finished.values()]
+    scores, metrics, *_ = terminal(list(found.values()))
+    assert "below 10: b." in scores.note and [row["half"] for row in metrics.data] == pytest.approx([30, 10, 22.5])
+    assert scores.data[1]["recovered"] == pytest.approx(25 / 40)
+    hopeless = [by_hand(tmp_path / "none", result.cell, {"a": 0.09, "b": 0.0}) for result in found.values()]
     below = rows(hopeless)
     assert below[0]["score"] == pytest.approx(4.5) and below[0]["left_out"] == ["a", "b"]
-    assert "nothing to lose" in scores(below)[0].caption
+    assert "nothing to lose" in terminal(hopeless)[0].note

@@ -9,7 +9,7 @@ from paper import fidelity, plan, record, shown
 from paper.exhibit import Place
 from paper.exhibits import chosen
 from paper.setting import Bench, bundled
-from paper.text import lines_of
+from restorekv.evaluation.report.page import paragraphs
 from restorekv.evaluation.stats import resamples
 from tests.helpers.paper_results import finished
 
@@ -58,7 +58,7 @@ def answers(full):
 
 
 def texts(blocks):
-    return "\n".join(line for block in blocks for line in lines_of(block, "charts"))
+    return "\n".join(paragraphs(list(blocks)))
 
 
 # ---- tasks with nothing to lose

@@ -13,9 +13,9 @@ from restorekv.cli import options
 from restorekv.cli.session import output, phase, quiet, shares
 from restorekv.evaluation.demo import Show, answers_table, document, seconds_table, show_for, side_by_side
 from restorekv.evaluation.grid import SHIPPED, Grid
+from restorekv.evaluation.report.build import terminal
 from restorekv.evaluation.rows import payload
 from restorekv.evaluation.run import run as run_grid
-from restorekv.evaluation.tables import fidelity, held, scores
 from restorekv.evaluation.worker import opened_model
 from restorekv.files import check_target, write_json
 from restorekv.model.load import SMOLLM2, canonical
@@ -52,8 +52,8 @@ def measure(model: str, show: Show, count: int) -> dict:
     cells = Grid([model], methods, [benchmark], ratios=show.ratios, common=COMMON).cells()
     with shares(title) as update, TemporaryDirectory() as folder:
         results = run_grid(cells, Path(folder), on_progress=lambda progress: update(title, progress.share))
-        figures = payload(results)
+        tables, figures = terminal(results), payload(results)
         del figures["answers"]
-    for table in (*scores(figures["rows"]), *fidelity(figures["rows"]), held(figures["rows"])):
+    for table in tables:
         output.print(table)
     return figures

@@ -12,10 +12,10 @@ from restorekv.cli.session import notes, output, quiet, shares
 from restorekv.evaluation.grid import Grid, parse_method
 from restorekv.evaluation.kvpress_layout import export
 from restorekv.evaluation.protocols import PROTOCOLS
-from restorekv.evaluation.rows import payload, rows
+from restorekv.evaluation.report.build import terminal
+from restorekv.evaluation.rows import payload
 from restorekv.evaluation.run import LocalPool, WorkerPool, check
 from restorekv.evaluation.run import run as run_grid
-from restorekv.evaluation.tables import fidelity, held, metrics, scores
 from restorekv.files import check_target, write_json
 from restorekv.tasks import BENCHMARKS
 
@@ -64,12 +64,10 @@ def run(
     quiet()
     with shares("evaluating") as update, open_pool(ray, workers, device) as pool:
         results = run_grid(cells, out, pool, lambda progress: update(progress.what, progress.share))
-    table_rows = rows(results)
-    for table in [*scores(table_rows), *metrics(table_rows), *fidelity(table_rows)]:
+    for table in terminal(results):
         output.print(table)
-    output.print(held(table_rows))
     export(out)
-    notes.print(f"{out}: {len(table_rows)} cells; to make a page of them: restorekv report {out}", highlight=False)
+    notes.print(f"{out}: {len(results)} cells; to make a page of them: restorekv report {out}", highlight=False)
     if json:
         write_json(json, payload(results))
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from rich.table import Table
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -15,7 +14,7 @@ from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.compressor import Eviction, load_adapter
 from restorekv.compression.generate import ask
 from restorekv.compression.prepared import ScoredContext, timed
-from restorekv.evaluation.tables import name
+from restorekv.evaluation.tables import Table, TableRow, name, table
 from restorekv.model.load import BUNDLED
 from restorekv.tasks.bundled import question_of
 from restorekv.tiny.suite import draw, measure
@@ -105,30 +104,23 @@ def caches(
             yield f"{name(evictor, restored)}, r = {ratio:g}", cache, seconds
 
 
-def answers_table(sample: tasks.Sample, tokens: int, answers: Sequence[Answered]) -> Table:
-    """Returns a block for each question: the reference answers, then every cache's answer and bytes."""
-    table = Table(title=f"One document of {tokens} tokens", min_width=72)
-    table.add_column("cache", no_wrap=True)
-    table.add_column("bytes", justify="right", no_wrap=True)
-    table.add_column("answer", overflow="fold")
+def answers_table(sample: tasks.Sample, tokens: int, found: Sequence[Answered]) -> Table:
+    """Returns a block for each question: the reference answers, then every cache's answer with the bytes it holds."""
+    rows = []
     for number, question in enumerate(sample.questions):
-        text = question.text.removeprefix("\n\n").removeprefix("Question: ").removesuffix("\nAnswer:")
-        table.add_row("question", "", text, style="bold")
-        reference = str(question.facts.get("target", "")) or " / ".join(dict.fromkeys(question.answers))
-        table.add_row("true", "", reference, style="dim")
-        for each in answers:
-            answer = " ".join(each.answers[number].split())
-            table.add_row(each.title, f"{each.nbytes:,}", answer, end_section=each is answers[-1])
-    return table
+        asked = question.text.removeprefix("\n\n").removeprefix("Question: ").removesuffix("\nAnswer:")
+        true = str(question.facts.get("target", "")) or " / ".join(dict.fromkeys(question.answers))
+        rows += [TableRow(["question", "", asked], strong=True, rule=number > 0), TableRow(["true", "", true])]
+        rows += [TableRow([each.title, f"{each.nbytes:,}", " ".join(each.answers[number].split())]) for each in found]
+    return table("answers", f"One document of {tokens} tokens", ["cache", "bytes held", "answer"], rows, left=(0, 2))
 
 
-def seconds_table(answers: Sequence[Answered]) -> Table:
-    """Returns a row for every cache with the seconds of each phase."""
-    phases = [phase for phase in PHASES if any(phase in each.seconds for each in answers)]
-    table = Table(title="Seconds of each phase", caption="prefill and score serve every ratio; ask: all questions")
-    table.add_column("cache", no_wrap=True)
-    for phase in phases:
-        table.add_column(phase, justify="right")
-    for each in answers:
-        table.add_row(each.title, *(f"{each.seconds[phase]:.2f}" if phase in each.seconds else "" for phase in phases))
-    return table
+def seconds_table(found: Sequence[Answered]) -> Table:
+    """Returns what each phase took for the document that is shown."""
+    phases = [phase for phase in PHASES if any(phase in each.seconds for each in found)]
+    rows = [
+        [each.title, *(f"{each.seconds[phase]:.2f}" if phase in each.seconds else "" for phase in phases)]
+        for each in found
+    ]
+    note = "prefill and score serve every ratio; ask: all questions"
+    return table("seconds", "Seconds of each phase", ["cache", *phases], rows, note)

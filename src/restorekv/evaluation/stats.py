@@ -1,4 +1,4 @@
-"""Scores with intervals: the mean over tasks of each task's mean, and a bootstrap over contexts.
+"""Computes scores with intervals: the mean over tasks of each task's mean, and a bootstrap over contexts.
 
 The headline is the unweighted mean over tasks (as RULER's), in points; intervals are 95 % percentile bootstraps over
 contexts, so questions of one context count as the dependent draws they are. Differences are paired: every resampled
@@ -22,7 +22,7 @@ BLOCK = 500  # resamples drawn at a time: their counts are (BLOCK, contexts)
 
 @dataclass(frozen=True)
 class Answer:
-    """What was said to one question of a document, and its score in [0, 1]; `family` is the task it counts for."""
+    """The answer to one question of a document, and its score in [0, 1]; `family` is the task it counts for."""
 
     document: int | str
     family: str
@@ -32,7 +32,7 @@ class Answer:
 
 
 def family_means(answers: Sequence[Answer], by_context: bool = False) -> dict[str, float]:
-    """Mean score of each family, in points and in the order of appearance.
+    """Returns the mean score of each family, in points and in the order of appearance.
 
     `by_context` takes the mean of the documents' means (the rule of KVzip's evaluation), else that of all questions.
     """
@@ -42,7 +42,7 @@ def family_means(answers: Sequence[Answer], by_context: bool = False) -> dict[st
 
 
 def mean_score(answers: Sequence[Answer], by_context: bool = False) -> float:
-    """The unweighted mean over families, in points."""
+    """Returns the unweighted mean over families, in points."""
     return float(np.mean(list(family_means(answers, by_context).values())))
 
 
@@ -57,18 +57,18 @@ def counted(answers: Sequence[Answer], left_out: Container[str]) -> list[Answer]
 
 
 def compared(answers: Sequence[Answer], base: Sequence[Answer] = (), by_context: bool = False) -> dict[str, float]:
-    """Score with its interval; with the base's answers also the paired gain over it with its own."""
-    found = zip(("score", "low", "high"), interval(answers, by_context=by_context), strict=True)
-    told = dict(found) | {"questions": len(answers)}
+    """Returns a score with its interval; with the base's answers also the paired gain over it with its own."""
+    score = zip(("score", "low", "high"), interval(answers, by_context=by_context), strict=True)
+    figures = dict(score) | {"questions": len(answers)}
     if base:
-        told |= zip(("gain", "gain_low", "gain_high"), interval(answers, base, by_context=by_context), strict=True)
-    return told
+        figures |= zip(("gain", "gain_low", "gain_high"), interval(answers, base, by_context=by_context), strict=True)
+    return figures
 
 
 def interval(
     answers: Sequence[Answer], base: Sequence[Answer] | None = None, seed: int = 0, by_context: bool = False
 ) -> tuple[float, float, float]:
-    """Mean over families in points with its 95 % interval; minus `base`, paired, if given.
+    """Returns the mean over families in points with its 95 % interval; minus `base`, paired, if given.
 
     Raises RestoreKVError if the two were asked different questions.
     """
@@ -82,7 +82,7 @@ def interval(
 
 
 def resampled(sums: np.ndarray, counts: np.ndarray, seed: int = 0) -> np.ndarray:
-    """The mean over families in points of every resampled set of documents: (RESAMPLES,); NaN where it has none."""
+    """Returns the mean over families, in points, of every resampled set of documents: (RESAMPLES,), NaN without any."""
     parts = []
     for drawn in np.array_split(resamples(len(counts), seed), max(RESAMPLES // BLOCK, 1)):
         totals = drawn @ counts
@@ -108,7 +108,7 @@ def resamples(documents: int, seed: int) -> np.ndarray:
 
 
 def tally(answers: Sequence[Answer], by_context: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Sums of scores and what they are divided by, (documents, families present), in order of appearance."""
+    """Returns sums of scores and what they are divided by: (documents, families), in order of appearance."""
     documents, families = ({name: i for i, name in enumerate(dict.fromkeys(names))} for names in zip(
         *((answer.document, answer.family) for answer in answers), strict=True
     ))  # fmt: skip
@@ -124,7 +124,7 @@ def tally(answers: Sequence[Answer], by_context: bool = False) -> tuple[np.ndarr
 
 
 def same_questions(runs: Sequence[Sequence[Answer]]) -> None:
-    """Refuses to compare what was asked different questions, or in another order."""
+    """Refuses to compare runs that were asked different questions, or in another order."""
     asked = [[(answer.document, answer.family, answer.question) for answer in run] for run in runs]
     if any(other != asked[0] for other in asked[1:]):
         raise RestoreKVError("The runs were asked different questions; measure them again in another folder.")

@@ -1,4 +1,4 @@
-"""The figures of a finished cell: scores, further metrics, fidelity to the full cache, and what its caches held."""
+"""Computes the figures of a finished cell: scores, further metrics, fidelity, and what its caches held."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from restorekv.evaluation.stats import Answer, compared, family_means
 
 
 def summary(result: Result) -> dict:
-    """A finished cell's figures: means over contexts of what its caches held, scores in points."""
+    """Returns a finished cell's figures: means over contexts of what its caches held, scores in points."""
     benchmark, facts = tasks.make(result.cell.benchmark), result.facts
     answers, by_context = result.answers, benchmark.by_context(result.cell.protocol)
     pairs = facts["shape"]["layers"] * facts["shape"]["heads"]
@@ -38,18 +38,18 @@ def summary(result: Result) -> dict:
 
 def beside(lines: Sequence[Mapping], chosen: Container[str] | None = None) -> dict[str, object]:
     """Returns what is reported beside the score of all tasks or of the `chosen` ones, as far as it was recorded."""
-    found = metrics(lines, chosen)
-    return fidelity.summarized(lines, chosen) | ({"metrics": found} if found else {})
+    further = metrics(lines, chosen)
+    return fidelity.summarized(lines, chosen) | ({"metrics": further} if further else {})
 
 
 def metrics(lines: Sequence[Mapping], chosen: Container[str] | None = None) -> dict[str, float]:
     """Returns every further metric in points: the mean over tasks of the mean over questions."""
     by_metric: dict[str, dict[str, list[float]]] = {}
     for line in lines:
-        for told in line["answers"]:
-            if chosen is None or told["task"] in chosen:
-                for name, value in told.get("metrics", {}).items():
-                    by_metric.setdefault(name, {}).setdefault(told["task"], []).append(value)
+        for answer in line["answers"]:
+            if chosen is None or answer["task"] in chosen:
+                for name, value in answer.get("metrics", {}).items():
+                    by_metric.setdefault(name, {}).setdefault(answer["task"], []).append(value)
     return {
         name: 100 * float(np.mean([np.mean(values) for values in by_task.values()]))
         for name, by_task in by_metric.items()
@@ -61,5 +61,5 @@ def column(result: Result, key: str) -> np.ndarray:
 
 
 def parts(answers: dict[str, list[Answer]], by_context: bool) -> dict[str, dict]:
-    """Scores of the tasks or groups that were asked."""
-    return {name: compared(found, by_context=by_context) for name, found in answers.items() if found}
+    """Returns the scores of the tasks or groups that were asked."""
+    return {name: compared(some, by_context=by_context) for name, some in answers.items() if some}

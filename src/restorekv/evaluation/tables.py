@@ -1,165 +1,189 @@
-"""Rows of `grid.rows` as rich tables, and what methods are called."""
+"""One table for every page, terminal and file: `Table` is data, and this module renders it.
+
+A terminal prints a table as it is (`Table.__rich__`), `markdown` makes its text, `records` the rows of its CSV file,
+and report/page.html its HTML. The module also holds what the paper calls the methods, and how numbers are written.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from rich.table import Table
+from rich import table as rich_table
+from rich.text import Text
 
-FULL = "full"
-Rows = Sequence[Mapping]
+MINUS, UNKNOWN = "\u2212", "–"
 NAMES = {
-    "kvzip": "KVzip",
-    "kvzip+": "KVzip+",
-    "contrastkv": "ContrastKV",
-    "contrastkv-simple": "ContrastKV (simplified)",
-    "snapkv": "SnapKV",
-    "h2o": "H2O",
-    "fastkvzip": "Fast KVzip",
-    "am-fast": "AM-fast",
-    "kvzap": "KVzap",
-    "expected-attention": "Expected Attention",
-    "keydiff": "KeyDiff",
-    "knorm": "Knorm",
-    "streaming": "StreamingLLM",
-    "tova": "TOVA",
-    "random": "Random",
-    "full": "Full cache",
-}
+    "kvzip": "KVzip", "kvzip+": "KVzip+", "contrastkv": "ContrastKV", "contrastkv-simple": "ContrastKV (simplified)",
+    "snapkv": "SnapKV", "h2o": "H2O", "fastkvzip": "Fast KVzip", "am-fast": "AM-fast", "kvzap": "KVzap",
+    "expected-attention": "Expected Attention", "keydiff": "KeyDiff", "knorm": "Knorm", "streaming": "StreamingLLM",
+    "tova": "TOVA", "random": "Random", "full": "Full cache",
+}  # fmt: skip
 RESTORED = {"kvzip": "RestoreKV", "kvzip+": "RestoreKV+"}
 
 
 def name(evictor: str, restored: bool) -> str:
-    """What the paper calls a method."""
+    """Returns what the paper calls a method."""
     base = NAMES.get(evictor, evictor)
     return RESTORED.get(evictor, f"{base} + RestoreKV") if restored else base
 
 
-def scores(rows: Rows) -> list[Table]:
-    """A table for every model, benchmark and protocol: methods by ratios, score with its 95 % interval.
+@dataclass(frozen=True)
+class TableCell:
+    """A text, with a smaller line below it (`small`) and perhaps a plain one above it.
 
-    Restored rows tell what they recover of the base's loss.
+    Tones: up, down, even (gains); holds, fails, open (verdicts); full (the full cache); muted; note. A tone never
+    speaks alone: whoever makes the cell also writes a sign, for readers who do not see the color. In a head, a cell may
+    span several `columns`.
     """
-    places = dict.fromkeys((row["model"], row["benchmark"], row["protocol"]) for row in rows)
-    return [scores_of([row for row in rows if place(row) == each]) for each in places]
+
+    text: str
+    small: str = ""
+    tone: str = ""
+    strong: bool = False
+    above: str = ""
+    columns: int = 1
+
+    @property
+    def plain(self) -> str:
+        """The cell on one line, without its tone."""
+        small = self.small.replace("\n", "; ")
+        return " ".join(filter(None, (self.above, self.text, small and f"({small})")))
 
 
-def fidelity(rows: Rows) -> list[Table]:
-    """Returns a table for every model, benchmark and protocol whose answers were compared with the full cache's."""
-    measured = [row for row in rows if row.get("kl") is not None and row["evictor"] != FULL]
-    places = dict.fromkeys(map(place, measured))
-    return [fidelity_of([row for row in measured if place(row) == each]) for each in places]
+Value = TableCell | str | int | float
+ABSENT = TableCell(UNKNOWN, tone="muted")
 
 
-def fidelity_of(rows: Rows) -> Table:
-    """Of one model, benchmark and protocol: KL with its interval, and the share of answers that stay the same."""
-    cells = {(method(row), row["ratio"]): row for row in rows}
-    first, ratios = rows[0], sorted({row["ratio"] for row in rows}, reverse=True)
-    table = Table(
-        title=f"{first['benchmark']}, {first['model']}, protocol {first['protocol']}: fidelity to the full cache",
-        min_width=72,
-        caption="mean KL(full || cache) in nats over the tokens of the full cache's answers (95 % interval); "
-        "share of answers with the full cache's text",
+def as_cell(value: Value) -> TableCell:
+    """Returns the cell itself, or one that shows the text or number."""
+    return value if isinstance(value, TableCell) else TableCell(value if isinstance(value, str) else f"{value:,}")
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """A line of cells; `strong` emphasizes it, `rule` draws a line above it."""
+
+    cells: Sequence[Value]
+    strong: bool = False
+    rule: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """A titled table; `name` becomes the name of its CSV file and its id on a page.
+
+    `head` has one row or several; the columns in `left` hold words. `data` are the rows of the CSV file, with figures
+    unrounded; without it, the CSV file holds the texts.
+    """
+
+    name: str
+    title: str
+    head: Sequence[Sequence[TableCell | str]]
+    rows: Sequence[TableRow]
+    note: str = ""
+    data: Sequence[Mapping[str, object]] = ()
+    left: Collection[int] = (0,)
+
+    @property
+    def titles(self) -> list[str]:
+        """What the head says of each column, from the top down, as one text."""
+        spread = [[cell.text for cell in map(as_cell, row) for _ in range(cell.columns)] for row in self.head]
+        return [" ".join(dict.fromkeys(filter(None, texts))) for texts in zip(*spread, strict=True)]
+
+    def __rich__(self) -> rich_table.Table:
+        """Renders the table for a terminal."""
+        shown = rich_table.Table(title=Text(self.title), caption=Text(self.note), title_justify="left", min_width=72)
+        for index, title in enumerate(self.titles):
+            justify = "left" if index in self.left else "right"
+            shown.add_column(Text(title), justify=justify, no_wrap=index == 0, overflow="fold")
+        for row, following in zip(self.rows, [*self.rows[1:], None], strict=True):
+            cells = [
+                Text("\n".join(filter(None, (cell.above, cell.text, cell.small)))) for cell in map(as_cell, row.cells)
+            ]
+            shown.add_row(*cells, style="bold" if row.strong else None, end_section=bool(following and following.rule))
+        return shown
+
+
+def table(
+    name: str,
+    title: str,
+    head: Sequence[TableCell | str] | Sequence[Sequence[TableCell | str]],
+    rows: Sequence[TableRow | Sequence[Value]],
+    note: str = "",
+    data: Sequence[Mapping[str, object]] = (),
+    left: Collection[int] = (0,),
+) -> Table:
+    """Returns a Table from plain lists; `head` may be a single row."""
+    heads = [head] if head and isinstance(head[0], (TableCell, str)) else head
+    return Table(
+        name, title, heads, [row if isinstance(row, TableRow) else TableRow(row) for row in rows], note, data, left
     )
-    table.add_column("method", no_wrap=True)
-    for ratio in ratios:
-        table.add_column(f"r = {ratio:g}", justify="right")
-    for key in dict.fromkeys(map(method, rows)):
-        found = [cells.get((key, ratio)) for ratio in ratios]
-        table.add_row(titled(*key), *map(_fidelity, found), style="bold" if key[1] else None, end_section=key[1])
-    return table
 
 
-def _fidelity(row: Mapping | None) -> str:
-    if row is None:
-        return "not measured"
-    return f"{row['kl']:.3f} ({row['kl_low']:.2f}-{row['kl_high']:.2f})\n{row['same']:.0f}% the same"
+def markdown(table: Table) -> str:
+    """Returns the table's rows as Markdown, without title and note; a head of several rows becomes one."""
+    titles = table.titles
+    ruled = ["---" if index in table.left else "---:" for index in range(len(titles))]
+    body = [
+        [_marked(as_cell(value), row.strong and not index) for index, value in enumerate(row.cells)]
+        for row in table.rows
+    ]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (titles, ruled, *body))
 
 
-def place(row: Mapping) -> tuple[str, str, str]:
-    return row["model"], row["benchmark"], row["protocol"]
+def _marked(cell: TableCell, strong: bool) -> str:
+    sign = "**" if strong else "*" if cell.tone == "note" else ""
+    return replace(cell, text=f"{sign}{cell.text}{sign}").plain.replace("|", "\\|")
 
 
-def scores_of(rows: Rows) -> Table:
-    """Of one model, benchmark and protocol."""
-    cells = {(method(row), row["ratio"]): row for row in rows}
-    ratios = sorted({row["ratio"] for row in rows if row["evictor"] != FULL}, reverse=True)
-    full = next((row for row in rows if row["evictor"] == FULL), None)
-    first = rows[0]
-    table = Table(
-        title=f"{first['benchmark']}, {first['model']}, protocol {first['protocol']}: score (95 % interval), "
-        f"{first['questions']} questions on {first['samples']} contexts",
-        min_width=72,
-        caption=(f"full cache: {_score(full)}; " if full else "")
-        + "last, where restored: share of the base's loss that came back"
-        + left_out(first),
-    )
-    table.add_column("method", no_wrap=True)
-    for ratio in ratios:
-        table.add_column(f"r = {ratio:g}", justify="right")
-    for key in dict.fromkeys(method(row) for row in rows if row["evictor"] != FULL):
-        told = [cells.get((key, ratio)) for ratio in ratios]
-        restored = key[1]
-        table.add_row(titled(*key), *map(_score, told), style="bold" if restored else None, end_section=restored)
-    return table
+def records(table: Table) -> Sequence[Mapping[str, object]]:
+    """Returns the rows of the CSV file."""
+    return table.data or [
+        dict(zip(table.titles, (as_cell(value).plain for value in row.cells), strict=True)) for row in table.rows
+    ]
 
 
-def left_out(row: Mapping) -> str:
-    """Says which tasks the scores leave out, with the full cache's mark."""
-    below, every = row.get("left_out") or [], row["tasks"]
-    if not below:
-        return ""
-    if len(below) == len(every):
-        return "; the full cache is below 10 on every task: there is nothing to lose"
-    return f"; left out: full cache below 10 ({', '.join(below)})"
+def number(value: float | None, digits: int = 1, sign: bool = False) -> str:
+    """Returns the number with a true minus sign; an en dash for one that is not known."""
+    if value is None or math.isnan(value):
+        return UNKNOWN
+    text = f"{value:+.{digits}f}" if sign else f"{value:.{digits}f}"
+    if not text.strip("+-0."):
+        text = text.lstrip("+-")  # no sign on what rounds to zero
+    return text.replace("-", MINUS)
 
 
-def method(row: Mapping) -> tuple[str, bool, str]:
-    """Evictor, restored or not, and what tells it from others of the kind."""
-    return row["evictor"], row["restored"], row["label"]
+def percent(share: float | None, digits: int = 1, sign: bool = False) -> str:
+    """Returns 0.137 as "13.7 %"; an en dash for a share that is not known."""
+    return UNKNOWN if share is None else f"{number(100 * share, digits, sign)} %"
 
 
-def titled(evictor: str, restored: bool, label: str) -> str:
-    return name(evictor, restored) + (f" ({label})" if label else "")
+def at(ratio: float) -> str:
+    """Returns "r = 0.05"."""
+    return f"r = {ratio:g}"
 
 
-def _score(row: Mapping | None) -> str:
-    if row is None:
-        return "running"
-    text = f"{row['score']:.1f} ({row['low']:.0f}-{row['high']:.0f})"
-    share = row.get("recovered")
-    return text if share is None else f"{text}\n{share:+.0%}"
+def between(low: float, high: float, digits: int = 1, sign: bool = False) -> str:
+    """Returns an interval as "88.5 to 94.0"."""
+    return f"{number(low, digits, sign)} to {number(high, digits, sign)}"
 
 
-def metrics(rows: Rows) -> list[Table]:
-    """Returns a table of further metrics for every model, benchmark and protocol that has any."""
-    measured = [row for row in rows if row.get("metrics")]
-    return [metrics_of([row for row in measured if place(row) == each]) for each in dict.fromkeys(map(place, measured))]
+def score(value: float, low: float | None = None, high: float | None = None, digits: int = 1) -> TableCell:
+    """Returns a figure with its interval below."""
+    return TableCell(number(value, digits), "" if low is None else between(low, high, digits))
 
 
-def metrics_of(rows: Rows) -> Table:
-    """Of one model, benchmark and protocol, in points: the score and what is reported beside it."""
-    first, names = rows[0], list(dict.fromkeys(name for row in rows for name in row["metrics"]))
-    table = Table(title=f"{first['benchmark']}, {first['model']}, protocol {first['protocol']}: further metrics")
-    for title in ("method", "r", "score", *(name.replace("_", " ") for name in names)):
-        table.add_column(title, justify="left" if title == "method" else "right")
-    for row in rows:
-        figures = (f"{row['metrics'].get(name, math.nan):.1f}" for name in names)
-        table.add_row(titled(*method(row)), f"{row['ratio']:g}", f"{row['score']:.1f}", *figures)
-    return table
+def gain(
+    value: float, low: float | None = None, high: float | None = None, digits: int = 1, of: str = "", more: str = ""
+) -> TableCell:
+    """Returns a difference with arrow, sign and color, bold where its interval excludes zero.
 
-
-def held(rows: Rows) -> Table:
-    """Pairs and bytes a context's cache holds, on average, and the real ratio with the prefix."""
-    table = Table(title="Held per context (mean): KV pairs in the budget, pairs with the chat prefix, bytes")
-    for title in ("method", "r", "pairs", "with prefix", "bytes", "share of full"):
-        table.add_column(title, justify="left" if title == "method" else "right")
-    full = {place(row): row["bytes"] for row in rows if row["evictor"] == FULL}
-    for row in rows:
-        share = f"{row['bytes'] / full[place(row)]:.1%}" if place(row) in full else ""
-        table.add_row(
-            titled(*method(row)), f"{row['ratio']:g}", f"{row['pairs']:,.0f}", f"{row['pairs_with_prefix']:,.0f}",
-            f"{row['bytes']:,.0f}", share,
-        )  # fmt: skip
-    return table
+    `of` stands above it, `more` on a line below.
+    """
+    shown = number(value, digits, sign=True)
+    tone = "even" if shown[0] not in f"+{MINUS}" else "up" if value > 0 else "down"
+    arrow = {"up": "▲", "down": "▼", "even": "="}[tone]
+    small = "\n".join(filter(None, (low is not None and between(low, high, digits, True), more)))
+    return TableCell(f"{arrow} {shown}", small, tone, low is not None and (low > 0 or high < 0), of)

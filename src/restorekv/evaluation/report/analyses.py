@@ -1,157 +1,138 @@
-"""What analyses tell: attention by layer and its recovery, distances from the full cache, survivors, gaze."""
+"""What analyses found: attention by layer and its recovery, distances from the full cache, survivors, gaze."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.analysis.run import RENAMED
-from restorekv.evaluation.report import convention, draw, kept_charts
-from restorekv.evaluation.report.blocks import (
+from restorekv.evaluation.charts import (
+    BLUE,
+    GREEN,
+    INK,
+    MUTED,
     NARROW,
+    ORANGE,
+    SKY,
+    VERMILION,
     WIDE,
-    Block,
-    Cell,
+    Area,
+    Axis,
+    Bars,
     Chart,
-    Details,
+    Line,
     Mark,
     Panel,
-    Points,
-    Section,
-    Table,
-    number,
-    percent,
-    table,
-)
+    bars,
+    index_axis,
+)  # fmt: skip
+from restorekv.evaluation.report.conventions import flat, shown
 from restorekv.evaluation.report.names import slug
+from restorekv.evaluation.report.page import Block, Details, Points, Section
+from restorekv.evaluation.survivors import heads_panel, layers_panel, positions_panel
+from restorekv.evaluation.tables import ABSENT, Table, TableCell, between, number, percent, table
 
 FOLDER = "analysis"
-CACHES = {
-    "full": Mark("full cache", draw.INK, dashed=True),
-    "base": Mark("base alone", draw.VERMILION, "o", dashed=True, hollow=True),
-    "restored": Mark("restored: context alone", draw.SKY, "s"),
+BASE = Mark("base alone", VERMILION, "o", dashed=True, hollow=True)
+RESTORED = Mark("restored", BLUE, "o")
+CACHES = {"full": Mark("full cache", INK, dashed=True), "base": BASE, "restored": RESTORED}
+ALONE, WHOLE = Mark("restored: context alone", SKY, "s"), Mark("restored: context and restore cache", BLUE, "o")
+RECOVERED = Mark("what restoring brings back", BLUE)
+PARTS = ("context", "sinks", "restore", "question")  # of the attention
+READ = {
+    "kept": Mark("pairs that are kept", BLUE, hatch="//"),
+    "evicted": Mark("pairs about to be evicted", VERMILION, hatch="\\\\"),
+    "sinks": Mark("sinks", MUTED),
+    "restore": Mark("earlier restore tokens", GREEN, hatch=".."),
+    "itself": Mark("itself", ORANGE, hatch="xx"),
 }
-WHOLE = Mark("restored: context and restore cache", draw.BLUE, "o")
-RECOVERED = Mark("what restoring brings back", draw.BLUE, band=True)
-NAMES = {"full": "full cache", "base": "base alone", "restored": "restored"}
 KLS = ("kl_profile", "kl_profile_backward", "kl_attention")
-FEW = 12  # layers that a narrow chart has room for
+FEW = 12  # layers that a narrow chart has room for; restore tokens that are shown one by one
 FLOOR = 0.001  # of layers_below
-Told = Mapping[str, object]
+Analysis = Mapping[str, object]
 
 
-def read(folder: Path) -> list[Told]:
-    """Every file of a kind of result, by name."""
-    found = []
+def read(folder: Path) -> list[Analysis]:
+    """Reads every file of a kind of result, by name."""
+    analyses = []
     for path in sorted(folder.glob("*.json")):
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))
-            found.append({**told, "name": slug(path.stem), "conventions": told["conventions"], "label": told["label"]})
+            file = json.loads(path.read_text(encoding="utf-8"))
+            analyses.append(
+                {**file, "name": slug(path.stem), "conventions": file["conventions"], "label": file["label"]}
+            )
         except (ValueError, TypeError, KeyError) as error:
             raise RestoreKVError(f"{path} is no result of restorekv ({error}); remove it.") from error
-    return found
+    return analyses
 
 
 def sections(folder: Path) -> list[Section]:
-    """One for each kind of analysis that is there."""
-    files = read(folder / FOLDER)
-    found = []
+    """Returns one section for each kind of analysis that is there, the tightest ratio first."""
+    files, sections = read(folder / FOLDER), []
     for kind, (title, intro, blocks_of) in KINDS.items():
         blocks: list[Block] = []
-        for told in files:
-            if RENAMED.get(told["analysis"], told["analysis"]) == kind:
-                if not isinstance(told.get("figures"), dict):
-                    raise RestoreKVError(f"The analysis {told['label']} has no figures; make it again.")
-                blocks += [block for ratio in by_tightness(told) for block in blocks_of(told, ratio)]
-                blocks.append(explained(told))
+        for analysis in files:
+            if RENAMED.get(analysis["analysis"], analysis["analysis"]) == kind:
+                figures = analysis.get("figures")
+                if not isinstance(figures, dict):
+                    raise RestoreKVError(f"The analysis {analysis['label']} has no figures; make it again.")
+                for ratio in sorted(figures, key=float):
+                    heading, name = f"{analysis['label']}, r = {ratio}", slug(str(analysis["name"]), ratio)
+                    blocks += blocks_of(analysis, figures[ratio], heading, name)
+                blocks.append(explained(analysis))
         if blocks:
-            found.append(Section(title, intro, blocks))
-    return found
+            sections.append(Section(title, intro, blocks))
+    return sections
 
 
-def by_tightness(told: Told) -> list[str]:
-    """Ratios as written in the file, the tightest first."""
-    return sorted(told["figures"], key=float)
+def explained(analysis: Analysis) -> Details:
+    """Returns the file's own definitions and conventions."""
+    conventions = [f"{key} {shown(value)}" for key, value in flat(analysis["conventions"]).items()]
+    points = [f"{key}: {words}" for key, words in analysis["definitions"].items()]
+    return Details(f"Definitions and conventions: {analysis['label']}", [Points(points), "; ".join(conventions) + "."])
 
 
-def explained(told: Told) -> Details:
-    """The file's own definitions and conventions."""
-    made = [f"{key} {convention.shown(value)}" for key, value in convention.flat(told["conventions"]).items()]
-    points = [f"{key}: {words}" for key, words in told["definitions"].items()]
-    return Details(f"Definitions and conventions: {told['label']}", [Points(points), "; ".join(made) + "."])
-
-
-def heading(told: Told, ratio: str) -> str:
-    """Which run it was."""
-    made = told["conventions"]
-    asked = f"{told['questions']:,} questions on {told['documents']:,} contexts" if "questions" in told else ""
-    return f"{told['label']}, r = {ratio}" + (f" ({made.get('benchmark', 'bundled')}, {asked})" if asked else "")
-
-
-def name_of(told: Told, ratio: str, *words: str) -> str:
-    return slug(str(told["name"]), ratio, *words)
-
-
-def attention(told: Told, ratio: str) -> Iterator[Block]:
-    """The paper's mechanism figure, and averages over layers as a table."""
-    caches = told["figures"][ratio]["caches"]
-    title = f"Attention on the context by layer: {heading(told, ratio)}"
-    legend = [CACHES[name] for name in caches] + ([WHOLE, RECOVERED] if "restored" in caches else [])
+def attention(analysis: Analysis, figures: Mapping, heading: str, name: str) -> Iterator[Block]:
+    """Yields the paper's mechanism figure, and its averages over layers as a table."""
+    caches = figures["caches"]
+    layers = range(len(caches["base"]["context"]))
+    masses = {cache: {part: 100 * np.array(found[part]) for part in PARTS} for cache, found in caches.items()}
+    marks = CACHES | {"restored": ALONE}
+    content: list[Line | Area] = [Line(marks[cache], layers, found["context"]) for cache, found in masses.items()]
+    if "restored" in masses:
+        whole = masses["restored"]["context"] + masses["restored"]["restore"]
+        content += [Line(WHOLE, layers, whole), Area(RECOVERED, layers, masses["base"]["context"], whole)]
+    width = NARROW if len(layers) <= FEW else WIDE
+    panel = Panel(content, index_axis("layer", len(layers)), Axis("attention (%)", low=0), width=width, height=3.3)
     data = [
-        {"cache": name, "layer": layer, **{part: caches[name][part][layer] for part in PARTS}}
-        for name in caches
-        for layer in range(len(caches[name]["context"]))
+        {"cache": cache, "layer": layer, **{part: found[part][layer] for part in PARTS}}
+        for cache, found in caches.items()
+        for layer in layers
     ]
     note = (
-        "Mean attention mass of the last question token on context pairs that are no sinks, in percent of all its "
-        "attention. Shaded: by how much context and restore cache together get more than the context of the base."
+        f"{analysis['documents']:,} contexts. Mean attention mass of the last question token on context pairs that are "
+        "no sinks, in percent of all its attention. Shaded: by how much context and restore cache together get more "
+        "than the context of the base."
     )
-    width = NARROW if len(caches["base"]["context"]) <= FEW else WIDE
-    panel = Panel(partial(draw_layers, caches), width=width, height=3.3)
-    alt = f"{title}: lines for {', '.join(NAMES[name] for name in caches)}"
-    yield Chart(name_of(told, ratio, "layers"), title, [panel], alt, data, note, legend)
-    yield averages(told, ratio)
+    title = f"Attention on the context by layer: {heading}"
+    yield Chart(f"{name}-layers", title, [panel], f"{title}, a line for each cache", data, note)
+    yield averages(caches, heading, name)
 
 
-PARTS = ("context", "sinks", "restore", "question")
-
-
-def draw_layers(caches: Mapping[str, Told], axes: Axes) -> None:
-    """Percent by layer; the area between the base and the restored cache's context and restore pairs is shaded."""
-    layers = np.arange(len(caches["base"]["context"]))
-    for name, cache in caches.items():
-        draw.line(axes, CACHES[name], layers, 100 * np.array(cache["context"]), size=4)
-    if "restored" in caches:
-        low = 100 * np.array(caches["base"]["context"])
-        high = 100 * (np.array(caches["restored"]["context"]) + np.array(caches["restored"]["restore"]))
-        draw.line(axes, WHOLE, layers, high)
-        shade = {"color": draw.BLUE, "alpha": 0.2, "linewidth": 0}
-        axes.fill_between(layers, low, high, where=high >= low, interpolate=True, **shade)
-    axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set(xlabel="layer", ylabel="attention (%)")
-
-
-def averages(told: Told, ratio: str) -> Table:
-    """Masses averaged over layers, and how far the profile is from the full cache's."""
-    caches = told["figures"][ratio]["caches"]
+def averages(caches: Mapping[str, Analysis], heading: str, name: str) -> Table:
+    """Returns masses averaged over layers, and how far the profile is from the full cache's."""
     rows = []
-    for name, cache in caches.items():
-        low, high = cache["context_interval"]
-        mean = cache["average"]
-        row = [
-            NAMES[name], Cell(percent(mean["context"], 2), f"{percent(low, 2)} to {percent(high, 2)}"),
-            *(percent(mean[part], 2) for part in ("restore", "sinks", "question")),
-            f"{cache['layers_below']} of {len(cache['context'])}",
-        ]  # fmt: skip
-        rows.append([*row, *(ranged(cache, key) for key in KLS)])
+    for cache, found in caches.items():
+        mean = found["average"]
+        low, high = (percent(share, 2) for share in found["context_interval"])
+        masses = [percent(mean[part], 2) for part in ("restore", "sinks", "question")]
+        below = f"{found['layers_below']} of {len(found['context'])}"
+        context = TableCell(percent(mean["context"], 2), f"{low} to {high}")
+        rows.append([CACHES[cache].label, context, *masses, below, *(ranged(found, key, 3) for key in KLS)])
     head = [
         "cache", "context", "restore cache", "sinks", "question", f"layers below {percent(FLOOR)} of context",
         "KL(full || cache) of layers", "KL(cache || full) of layers", "KL of attention in a layer",
@@ -161,50 +142,104 @@ def averages(told: Told, ratio: str) -> Table:
         "spread over layers and of the attention over retained columns (– where a layer has no mass, so that it is not "
         "defined); 95 % bootstrap intervals over contexts."
     )
-    data = [{"cache": name, **flat(cache)} for name, cache in caches.items()]
-    title = f"Attention in numbers: {heading(told, ratio)}"
-    return table(name_of(told, ratio, "averages"), title, head, rows, note, data)
+    data = [{"cache": cache, **single(found)} for cache, found in caches.items()]
+    return table(f"{name}-averages", f"Attention in numbers: {heading}", head, rows, note, data)
 
 
-def flat(cache: Told) -> dict[str, object]:
-    """Figures of one number or interval, for the CSV."""
-    found: dict[str, object] = {f"average_{part}": value for part, value in cache["average"].items()}
-    for key, value in cache.items():
+def single(figures: Analysis) -> dict[str, object]:
+    """Returns the figures of one number or interval, for the CSV file."""
+    singles: dict[str, object] = {f"average_{part}": value for part, value in figures.get("average", {}).items()}
+    for key, value in figures.items():
         if key.endswith("_interval"):
-            found |= {key.replace("_interval", "_low"): value[0], key.replace("_interval", "_high"): value[1]}
+            singles |= {key.replace("_interval", "_low"): value[0], key.replace("_interval", "_high"): value[1]}
         elif isinstance(value, (int, float)):
-            found[key] = value
-    return found
+            singles[key] = value
+    return singles
 
 
-def ranged(figures: Told, key: str, digits: int = 3) -> Cell:
-    """A figure with its interval, or a dash."""
+def ranged(figures: Analysis, key: str, digits: int) -> TableCell:
+    """Returns a figure with its interval, or a dash."""
     if figures.get(key) is None:
-        return Cell("–", tone="muted")
-    low, high = figures[f"{key}_interval"]
-    return Cell(number(figures[key], digits), f"{number(low, digits)} to {number(high, digits)}")
+        return ABSENT
+    return TableCell(number(figures[key], digits), between(*figures[f"{key}_interval"], digits))
 
 
-def divergence(told: Told, ratio: str) -> Iterator[Block]:
-    """KL of the next-token distributions, as the paper's 7.3 to 3.8."""
-    caches = told["figures"][ratio]["caches"]
-    where = {"first": "first answer token", "answer": "tokens of the answer"}
-    kinds = ("forward", "backward", "symmetric")
+def divergence(analysis: Analysis, figures: Mapping, heading: str, name: str) -> Iterator[Block]:
+    """Yields KL of the next-token distributions, as the paper's 7.3 to 3.8."""
     rows, data = [], []
-    for key, label in where.items():
-        for name, cache in caches.items():
-            figures = cache[key]
-            kls = [ranged(figures, kind, 2) for kind in kinds]
-            rows.append([label, NAMES[name], *kls, percent(figures["agreement"])])
-            data.append({"where": key, "cache": name, **flat({"average": {}, **figures})})
+    for where, label in {"first": "first answer token", "answer": "tokens of the answer"}.items():
+        for cache, found in figures["caches"].items():
+            kls = [ranged(found[where], kind, 2) for kind in ("forward", "backward", "symmetric")]
+            rows.append([label, CACHES[cache].label, *kls, percent(found[where]["agreement"])])
+            data.append({"where": where, "cache": cache, **single(found[where])})
     head = ["where", "cache", "KL(full || cache)", "KL(cache || full)", "mean of both", "same likeliest token"]
-    title = f"Next-token distributions: {heading(told, ratio)}"
     note = "KL in nats, with 95 % bootstrap intervals over contexts; 0 is the full cache's own distribution."
-    yield table(name_of(told, ratio), title, head, rows, note, data, left=(0, 1))
+    yield table(name, f"Next-token distributions: {heading}", head, rows, note, data, left=(0, 1))
 
 
-Blocks = Callable[[Told, str], Iterator[Block]]
-KINDS: dict[str, tuple[str, str, Blocks]] = {
+def survivors(analysis: Analysis, figures: Mapping, heading: str, name: str) -> Iterator[Block]:
+    """Yields kept pairs by layer, position and head as charts, by kind of token as a table."""
+    caches, title = figures["caches"], f"Where kept pairs lie: {heading}"
+    layers, positions = (
+        {CACHES[cache]: found[key] for cache, found in caches.items()}
+        for key in ("share_per_layer", "kept_per_position")
+    )
+    heads = [heads_panel(f"{CACHES[cache].label}: by head", found["kept_per_head"]) for cache, found in caches.items()]
+    data = [
+        {"cache": cache, "by": by, "index": index, "share": share}
+        for cache, found in caches.items()
+        for by, key in (("layer", "share_per_layer"), ("twentieth", "kept_per_position"), ("head", "kept_per_head"))
+        for index, share in enumerate(np.ravel(found[key]).tolist())
+    ]
+    note = (
+        f"Means over {analysis['documents']:,} contexts. By layer: its share of all held context pairs; by position: "
+        "the share of pairs kept in every twentieth of the context; by head: percent of the context's tokens."
+    )
+    yield Chart(name, title, [layers_panel(layers), positions_panel(positions), *heads], title, data, note)
+    rows, data = [], []
+    for cache, found in caches.items():
+        for kind, share in found["classes"].items():
+            rows.append([CACHES[cache].label, kind, *(percent(share[key]) for key in ("tokens", "kept", "held"))])
+            data.append({"cache": cache, "class": kind, **share})
+    lost = ", ".join(f"{CACHES[cache].label} {percent(found['forgotten'])}" for cache, found in caches.items())
+    note = f"Tokens of the context that no head holds: {lost}."
+    if "overlap" in figures:
+        overlap = ranged(figures["overlap"], "jaccard", 3)
+        note += f" Pairs kept by both over pairs kept by either: {overlap.text} (95 % interval {overlap.small})."
+    head = ["cache", "kind of token", "of the context's tokens", "of their pairs kept", "of all held pairs"]
+    title = f"Kinds of tokens that survive: {heading}"
+    yield table(f"{name}-kinds", title, head, rows, note, data, left=(0, 1))
+
+
+def gaze(analysis: Analysis, figures: Mapping, heading: str, name: str) -> Iterator[Block]:
+    """Yields bars by restore token, and the tokens that each attends to most."""
+    masses = {part: np.mean(figures[part], axis=0) for part in READ}  # (n,), means over layers
+    tokens = [str(token) for token in range(len(masses["kept"]))]
+    panel = bars(Bars(tokens, {mark: 100 * masses[part] for part, mark in READ.items()}), "attention (%)")
+    title = f"Attention of the restore pass, by restore token: {heading}"
+    seen, blind = (percent(figures["kept_share"][key]) for key in ("seen", "blind"))
+    note = (
+        f"Mean over layers, heads and {analysis['documents']:,} contexts. Of their attention on the context {seen} "
+        f"falls on pairs that are kept; looking at all pairs alike would put {blind} there."
+    )
+    data = [
+        {"restore_token": int(token), **{part: float(mass[int(token)]) for part, mass in masses.items()}}
+        for token in tokens
+    ]
+    yield Chart(name, title, [panel], title, data, note)
+    for example in figures["examples"]:
+        rows = [
+            [token, "  ".join(f"{word['text']!r} {percent(word['weight'])}" for word in words)]
+            for token, words in enumerate(example["tokens"][:FEW])
+        ]
+        data = [{"restore_token": token, **word} for token, words in enumerate(example["tokens"]) for word in words]
+        document = str(example["document"])
+        title = f"Context {document}: what restore tokens attend to most, {heading}"
+        head = ["restore token", "tokens of the context, with the share of its attention on the context"]
+        yield Details(title, [table(slug(name, "context", document), title, head, rows, "", data, left=(0, 1))])
+
+
+KINDS = {
     "attention": (
         "Attention on the context",
         "Eviction takes away pairs that the last token of a question would attend to. The chart shows how much of its "
@@ -219,12 +254,12 @@ KINDS: dict[str, tuple[str, str, Blocks]] = {
     "survivors": (
         "What survives",
         "Which layers, positions and kinds of tokens the kept pairs belong to.",
-        kept_charts.survivors,
+        survivors,
     ),
     "restore_attention": (
         "Where restore tokens look",
         "The restore pass reads the full cache before eviction: how much of its attention falls on pairs that are kept "
         "and on pairs about to be evicted, and which tokens those are.",
-        kept_charts.gaze,
+        gaze,
     ),
 }

@@ -7,23 +7,12 @@ from datetime import datetime
 from pathlib import Path
 
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.report import (
-    accuracy,
-    analyses,
-    both_protocols,
-    by_task,
-    convention,
-    efficiency,
-    faithful,
-    needle,
-    paired,
-)
-from restorekv.evaluation.report.blocks import Section, at, number
-from restorekv.evaluation.report.folder import FILES, check_folder, write
-from restorekv.evaluation.report.names import Names, spoken
-from restorekv.evaluation.report.paired import Pair
-from restorekv.evaluation.report.runs import Run, read
-from restorekv.evaluation.results import SUMMARY
+from restorekv.evaluation.report import accuracy, analyses, conventions, efficiency, kept, needle, scores
+from restorekv.evaluation.report.names import Names, model_name, slug
+from restorekv.evaluation.report.page import FILES, Section, check_folder, write
+from restorekv.evaluation.report.runs import SortedResults, read, sort
+from restorekv.evaluation.results import SUMMARY, Result
+from restorekv.evaluation.tables import Table
 
 
 def report(folder: Path, out: Path | None = None) -> Path:
@@ -35,44 +24,59 @@ def report(folder: Path, out: Path | None = None) -> Path:
         raise RestoreKVError(f"There is no folder {folder}; give the one that `restorekv eval --out` wrote.")
     out = out or folder / "report"
     check_folder(out.resolve())
-    refuse_others(out)
+    others = sorted(path.name for path in out.iterdir() if path.name not in FILES) if out.is_dir() else []
+    if others:  # the paper's page has files of its own there, which a report would take away
+        raise RestoreKVError(
+            f"{out} holds {others[0]}, which is no part of a report; choose another folder with --out."
+        )
     run = read(folder)
     names = Names(run)
-    made = sections(run, names)
-    if not made:
+    sections = sections_of(folder, run, names)
+    if not sections:
         raise RestoreKVError(f"{folder} holds no results to report; run `restorekv eval --out {folder}` first.")
-    return write(out, title(run, names), made, summary(run, names), subtitle(run, names))
+    found = scores.pairs(run, names)
+    summary = [f"Restoring at the same budget: {scores.count(found)}"] if found else []
+    return write(out, title(run), sections, summary, subtitle(run, names))
 
 
-def refuse_others(out: Path) -> None:
-    """The paper's page has files of its own beside it; a report would take them away."""
-    found = sorted(path.name for path in out.iterdir() if path.name not in FILES) if out.is_dir() else []
-    if found:
-        raise RestoreKVError(f"{out} holds {found[0]}, which is no part of a report; choose another folder with --out.")
+def sections_of(folder: Path, run: SortedResults, names: Names) -> list[Section]:
+    """Returns the sections in the order of the page."""
+    measured = [accuracy.section, scores.section, scores.metrics, kept.fidelity, needle.section]
+    sections = [section for make in measured for section in make(run, names)]
+    sections += analyses.sections(folder) + efficiency.sections(folder)
+    return sections + kept.section(run, names) + conventions.section(run, names)
 
 
-def sections(run: Run, names: Names) -> list[Section]:
-    """In the order of the page."""
-    parts = [accuracy, paired, faithful, both_protocols, needle]
-    found = [section for part in parts for section in part.section(run, names)]
-    found += analyses.sections(run.folder) + efficiency.sections(run.folder)
-    return found + by_task.section(run, names) + convention.section(run, names)
+def terminal(results: Sequence[Result]) -> list[Table]:
+    """Returns what `restorekv eval` prints of its cells: scores, further metrics, fidelity and what caches held."""
+    run = sort(results)
+    names = Names(run)
+    tables = []
+    for condition in run.conditions:
+        columns = scores.columns_of(run, condition, "")
+        words = f"{model_name(condition.model)}, {names.benchmark(condition)}, {condition.protocol} protocol"
+        tables += (
+            [scores.of_columns(run, names, columns, f"{words}: scores", slug("scores", names.key(condition)))]
+            if columns
+            else []
+        )
+    for section in (*scores.metrics(run, names), *kept.fidelity(run, names)):
+        tables += section.blocks
+    return tables + [kept.of_condition(run, names, condition) for condition in run.conditions]
 
 
-def title(run: Run, names: Names) -> str:
-    """What was measured."""
-    models = [
-        spoken(name).replace("Bundled", "the bundled") for name in dict.fromkeys(place.model for place in run.places)
-    ]
+def title(run: SortedResults) -> str:
+    """Says what was measured."""
+    models = dict.fromkeys(model_name(each.model).replace("Bundled", "the bundled") for each in run.conditions)
     return f"Answers from compressed caches: {listed(models)}" if models else "Attention and cost of compressed caches"
 
 
-def subtitle(run: Run, names: Names) -> str:
-    """Benchmarks and protocols, how much of it there is, and when it was measured."""
+def subtitle(run: SortedResults, names: Names) -> str:
+    """Says which benchmarks and protocols, how much of it is done, and when it was measured."""
     if not run.results:
         return ""
-    benchmarks = listed(list(dict.fromkeys(names.benchmark(place) for place in run.places)))
-    ways = list(dict.fromkeys(place.protocol for place in run.places))
+    benchmarks = listed(dict.fromkeys(map(names.benchmark, run.conditions)))
+    ways = list(dict.fromkeys(condition.protocol for condition in run.conditions))
     done = [result for result in run.results if result.done]
     words = (
         f"{benchmarks}; {listed(ways)} protocol{'s' * (len(ways) > 1)}; {len(done)} of {len(run.results)} cells done"
@@ -83,30 +87,7 @@ def subtitle(run: Run, names: Names) -> str:
     return words + "."
 
 
-def summary(run: Run, names: Names) -> list[str]:
-    """Two lines: how many pairs gain, and the first method at its tightest budget."""
-    found = paired.pairs(run, names)
-    if not found:
-        return []
-    return [f"Restoring at the same budget: {paired.count(found)}", headline(run, names, found)]
-
-
-def headline(run: Run, names: Names, found: Sequence[Pair]) -> str:
-    """In words: the tightest finished pair of the first method in the first place."""
-    first = next(method for method in names.methods if any(pair.method == method for pair in found))
-    mine = [pair for pair in found if pair.method == first]
-    pair = min((pair for pair in mine if pair.place == mine[0].place), key=lambda pair: pair.ratio)
-    told = pair.figures
-    words = (
-        f"{names.place(pair.place)} at {at(pair.ratio)}: {names.label(first.base)} scores "
-        f"{number(told['score'] - told['gain'])}, restored {number(told['score'])} points "
-        f"({number(told['gain'], sign=True)}, 95 % interval {number(told['gain_low'], sign=True)} to "
-        f"{number(told['gain_high'], sign=True)})"
-    )
-    full = run.places[pair.place].full
-    return words + (f"; the full cache {number(full.score()['score'])}." if full and full.done else ".")
-
-
 def listed(words: Sequence[str]) -> str:
-    """A, B and C."""
+    """Returns "A, B and C"."""
+    words = list(words)
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
