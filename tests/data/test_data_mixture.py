@@ -247,7 +247,7 @@ def test_mistakes_on_the_command_line_are_one_sentence(files, tmp_path, monkeypa
     refused("No such command 'bake'", "bake", code=2)
     refused("--out", "build", code=2)
     refused("one of paper, permissive", "build", "--out", out, "--mixture", "free")
-    refused("chunk must be at least 1", "build", "--out", out, "--chunk", 0)
+    refused("chunk must be at least 1", "build", "--out", out, "--licences", "mit", "--chunk", 0)  # the former spelling
     refused("There is no evaluation file or folder nowhere", "build", "--out", out, "--exclude", "nowhere")
     refused("is a file", "build", "--out", files["flan"])
     refused("is not empty", "build", "--out", tmp_path.parent)

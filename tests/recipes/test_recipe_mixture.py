@@ -87,4 +87,4 @@ def test_the_page_and_the_figures_tell_what_is_in_the_files(run):
         assert refused and all(f"{one['document']} | {one['found in']} |" in page for one in refused)
     refused = {one["document"] for one in kept["paper"]["manifest"]["sources"]["longalpaca"]["refused"]}
     assert {"row 2", "row 3", "row 4", "row 5"} <= refused, "a copy, half a copy, one past the first 52, the stories"
-    assert "cc-by-nc-4.0" not in kept["permissive"]["manifest"]["licences"]
+    assert "cc-by-nc-4.0" not in kept["permissive"]["manifest"]["licenses"]
