@@ -2,6 +2,7 @@
 
 import errno
 import glob
+import itertools
 import json
 import os
 import platform
@@ -14,6 +15,7 @@ from pathlib import Path
 from restorekv.errors import RestoreKVError
 
 HOST = re.sub(r"[^0-9A-Za-z]", "", platform.node()) or "here"  # several machines may write to one disk
+NUMBERS = itertools.count()  # several threads may write to one path
 
 
 def check_target(path: Path) -> None:
@@ -34,7 +36,7 @@ def replacing(path: Path) -> Iterator[Path]:
     check_target(path)
     path = path.resolve()  # so that a symbolic link stays one
     sweep(path)
-    temporary = path.with_name(f".{path.name}.{HOST}-{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{HOST}-{os.getpid()}-{next(NUMBERS)}.tmp")
     try:
         yield temporary
         os.replace(temporary, path)

@@ -204,8 +204,8 @@ def eager_restore(case, seen):
             return args, {**kwargs, "attention_mask": mask}
 
         handles.append(layer.self_attn.register_forward_pre_hook(put, with_kwargs=True))
-    with torch.no_grad(), case.adapter.active():
-        output = decoder(model)(
+    with torch.no_grad():
+        output = decoder(case.adapter.adapted)(
             inputs_embeds=case.adapter.embeddings[None], past_key_values=cache, output_attentions=True,
             position_ids=torch.arange(past, past + N)[None],
         )  # fmt: skip

@@ -97,8 +97,7 @@ def test_backbone_is_bit_equal_throughout(tiny_model):
     assert is_plain(tiny_model) and tiny_model(ids(20)).logits.equal(before)
     restored(tiny_model, adapter)
     assert is_plain(tiny_model) and tiny_model(ids(20)).logits.equal(before)
-    with adapter.active():
-        assert not is_plain(tiny_model) and not torch.allclose(tiny_model(ids(20)).logits, before)
+    assert not is_plain(adapter.adapted) and not torch.allclose(adapter.adapted(ids(20)).logits, before)
     assert tiny_model(ids(20)).logits.equal(before)
     after = tiny_model.state_dict()
     assert after.keys() == state.keys() and all(after[key].equal(value) for key, value in state.items())
@@ -178,8 +177,7 @@ def test_peft_reads_what_we_write(tmp_path):
     model = build_model("llama")
     adapter = trained(model)
     adapter.save_pretrained(tmp_path)
-    with adapter.active():
-        expected = model(ids(12)).logits
+    expected = adapter.adapted(ids(12)).logits
     torch.testing.assert_close(PeftModel.from_pretrained(build_model("llama"), tmp_path)(ids(12)).logits, expected)
 
 
@@ -193,8 +191,7 @@ def test_we_read_what_peft_writes(tmp_path):
     model = build_model("qwen3")
     adapter = RestoreAdapter.from_pretrained(model, tmp_path, evictor="kvzip")
     assert adapter.restore_tokens == 6
-    with adapter.active():
-        torch.testing.assert_close(model(ids(12)).logits, wrapped(ids(12)).logits)
+    torch.testing.assert_close(adapter.adapted(ids(12)).logits, wrapped(ids(12)).logits)
 
 
 def test_another_evictor_warns(tiny_model, tmp_path):

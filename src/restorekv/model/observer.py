@@ -3,6 +3,7 @@
 Queries and keys come from the attention function itself, after QK-norm and RoPE, so nothing is projected twice.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from restorekv.cache.ragged import RaggedLayer
-from restorekv.model.attention import observing
+from restorekv.model.attention import current_observer, observing
 from restorekv.model.shape import decoder
 
 
@@ -36,6 +37,7 @@ class LayerView:
 
 
 OnLayer = Callable[[LayerView], Tensor | None]
+HOOKS = threading.Lock()  # PyTorch numbers hooks without one
 
 
 class Observer(Protocol):
@@ -53,7 +55,8 @@ def observe_layers(model: PreTrainedModel, on_layer: OnLayer) -> Iterator[None]:
     inputs: list[Tensor] = []
 
     def before_layer(module: nn.Module, args: tuple, kwargs: dict[str, object]) -> None:
-        inputs[:] = [kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]]
+        if current_observer() is before_attention:  # hooks see the passes of other threads too
+            inputs[:] = [kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]]
 
     def before_attention(module, query, key, value, mask, scale) -> Tensor | None:
         ragged = key if isinstance(key, RaggedLayer) else None
@@ -65,10 +68,12 @@ def observe_layers(model: PreTrainedModel, on_layer: OnLayer) -> Iterator[None]:
         return None if output is None else output[None]
 
     layers = decoder(model).layers
-    handles = [layer.self_attn.register_forward_pre_hook(before_layer, with_kwargs=True) for layer in layers]
+    with HOOKS:
+        handles = [layer.self_attn.register_forward_pre_hook(before_layer, with_kwargs=True) for layer in layers]
     try:
         with observing(before_attention):
             yield
     finally:
-        for handle in handles:
-            handle.remove()
+        with HOOKS:
+            for handle in handles:
+                handle.remove()

@@ -2,16 +2,15 @@
 
     C_restore = KV(E; theta + LoRA, C_full)     at positions T+1 .. T+n, causally, before anything is dropped
 
-LoRA belongs to this pass alone. PEFT builds its layers, and they are in the model only while the pass runs: outside of
-it the model *is* the frozen model. (PEFT's own switch would also set requires_grad, and a backward pass after switching
-off would find no LoRA gradient.)
+LoRA belongs to this pass alone, which runs through a twin of the model: PEFT's layers are in the twin's modules, the
+weights are the model's own, and the model *is* the frozen model. (PEFT's own switch would also set requires_grad, and a
+backward pass after switching off would find no LoRA gradient.)
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,17 +44,15 @@ class RestoreAdapter(nn.Module):
         super().__init__()
         self.embeddings = nn.Parameter(embeddings.to(model.device, torch.float32), card.embeddings == "learned")
         self.config, self.card = config, card
-        layers = build(model, config)
+        adapted, layers = build(model, config)
         self.tensors = {
             f"{path}.{part}.weight": getattr(layer, part)[NAME].weight
             for path, layer in layers.items()
             for part in ("lora_A", "lora_B")
         }
         self.lora = nn.ParameterList(self.tensors.values())
-        # In a tuple and a list, because an attribute would make the backbone a part of this module.
-        self._model = (model,)
-        self._places = [(model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2], layer)
-                        for path, layer in layers.items()]  # fmt: skip
+        # In a tuple, because attributes would make both a part of this module.
+        self._models = (model, adapted)
 
     @classmethod
     def create(
@@ -131,7 +128,12 @@ class RestoreAdapter(nn.Module):
 
     @property
     def model(self) -> PreTrainedModel:
-        return self._model[0]
+        return self._models[0]
+
+    @property
+    def adapted(self) -> PreTrainedModel:
+        """The model with LoRA in it: modules of its own over the model's weights."""
+        return self._models[1]
 
     def first(self, count: int) -> RestoreAdapter:
         """Returns an adapter of the first `count` tokens; warns unless they were trained to work alone."""
@@ -149,17 +151,6 @@ class RestoreAdapter(nn.Module):
         short.load_lora(card.model, {name: value.detach() for name, value in self.tensors.items()})
         return short
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Puts LoRA into the model for the block and takes it out after it, however the block ends."""
-        try:
-            for parent, name, layer in self._places:
-                setattr(parent, name, layer)
-            yield
-        finally:
-            for parent, name, layer in self._places:
-                setattr(parent, name, layer.get_base_layer())
-
     def append(self, full: Cache, count: int | None = None) -> None:
         """Runs the n tokens, or the first `count`, over `full`, which grows by their pairs.
 
@@ -167,10 +158,9 @@ class RestoreAdapter(nn.Module):
         """
         first, embeddings = full.get_seq_length(), self.embeddings[:count].to(self.model.dtype)
         positions = torch.arange(first, first + len(embeddings), device=embeddings.device)
-        with self.active():
-            decoder(self.model)(
-                inputs_embeds=embeddings[None], position_ids=positions[None], past_key_values=full, use_cache=True
-            )
+        decoder(self.adapted)(
+            inputs_embeds=embeddings[None], position_ids=positions[None], past_key_values=full, use_cache=True
+        )
 
     def describe(
         self,

@@ -77,6 +77,11 @@ def current(variable: ContextVar) -> object | None:
     return variable.get() if variable.name in _open else None
 
 
+def current_observer() -> Callback | None:
+    """Returns the callback of this thread's innermost `observing` block."""
+    return current(_callback)
+
+
 def choose(query: Tensor, layer: RaggedLayer) -> Backend:
     """Returns the GPU kernel or the CPU's (cascade) if it can answer, else `frozen`, which has gradients everywhere."""
     if name := current(_backend):
