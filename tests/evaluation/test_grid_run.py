@@ -378,7 +378,7 @@ def test_cells_of_earlier_versions_keep_their_names():
         "allocation": "global", "restore_from": "full", "offset": 0, "max_context": 0, "dtype": "auto",
     }  # fmt: skip
     cell = Cell.from_dict(held)
-    assert cell.on_small_budget == "fewer" and cell.told == held
+    assert cell.on_small_budget == "fewer" and cell.to_dict() == held
     assert cell.name == "tiny_bundled-count=104_kvpress_kvzip_restored_0.05_cfe0c510"
     assert cell.conventions("free").described()["on_tight"] == "fewer", "facts are compared by the old key too"
 

@@ -128,7 +128,7 @@ class Handler(BaseHTTPRequestHandler):
         if repo not in self.hub.commits:
             return self.refuse(404, "Repository not found", "RepoNotFound")
         try:
-            oid, files = self.hub.evict(repo, revision or "main")
+            oid, files = self.hub.at(repo, revision or "main")
         except (IndexError, ValueError):
             return self.refuse(404, f"Invalid rev id: {revision}", "RevisionNotFound")
         if what == "resolve":

@@ -195,5 +195,5 @@ def test_a_scorer_with_a_cache_of_its_own_does_not_offload(tiny_model, tiny_toke
 
 
 def test_am_fast_does_not_offload(tiny_model, tiny_tokenizer):
-    with pytest.raises(RestoreKVError, match="leave out streaming and offload"):
+    with pytest.raises(RestoreKVError, match="leave out offload"):
         compress(tiny_model, tiny_tokenizer, TEXT, evictor="am-fast", offload=True)

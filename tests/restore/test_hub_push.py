@@ -218,7 +218,7 @@ def test_finishing_again_keeps_the_results_of_the_same_weights(measured, own):
 def test_eval_tells_of_published_adapters(world):
     assert "published, auto, none" in " ".join(cli("eval", "--help").out.replace("│", " ").split())
     result = cli("eval", "--model", world.model, "--evictor", "kvzip@")
-    assert result.code == 1 and "a hub id, published, auto or none behind the @" in result.err
+    assert result.code == 1 and "a hub id, published, auto or none after @" in result.err
 
 
 def test_the_python_push_prepares_in_the_same_way(hub):

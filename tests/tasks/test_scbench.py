@@ -356,7 +356,7 @@ def test_missing_and_damaged_files_are_told(folder, monkeypatch):
     ):
         asked(folder, "kv")
     (folder / "scbench_mf.parquet").write_text("no parquet")
-    with pytest.raises(RestoreKVError, match="damaged or no parquet"):
+    with pytest.raises(RestoreKVError, match="damaged or not a parquet"):
         asked(folder, "mf")
 
 
