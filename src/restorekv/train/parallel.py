@@ -203,7 +203,8 @@ def spread(model: PreTrainedModel, device: torch.device) -> None:
         fully_shard(layer, mesh=mesh)
     layers = set(backbone.layers.parameters())
     fully_shard(backbone, mesh=mesh, ignored_params=set(backbone.parameters()) - layers)
-    backbone.layers[-1].register_forward_hook(gather_for_pairs, with_kwargs=True)
+    last = backbone.layers[-1]  # named, because the restore pass runs the hook for the layer's twin
+    last.register_forward_hook(lambda _, *rest: gather_for_pairs(last, *rest), with_kwargs=True)
     model.to(device)
 
 
