@@ -61,6 +61,11 @@ def test_a_run_goes_on_from_an_adapter(tiny_model, tiny_tokenizer, tmp_path):
     before, after = first.trainable_state(), again.trainable_state()
     assert all(torch.equal(after[name], value) for name, value in before.items())
     assert again.card.data[-1]["source"].endswith("through the adapter it began with")
+    named = [replace(example, source="mine") for example in EXAMPLES]
+    train(tiny_model, tiny_tokenizer, named, replace(CONFIG, steps=1), tmp_path / "named")
+    more = replace(still, init=str(tmp_path / "named" / "adapter"))
+    further = train(tiny_model, tiny_tokenizer, named, more, tmp_path / "further")
+    assert [row["source"] for row in further.card.data] == ["mine"], "the same data is named once"
     for wrong in ({"restore_tokens": 3}, {"rank": 4}, {"alpha": 8}, {"targets": ("q_proj",)}):
         with pytest.raises(AdapterError, match=place):
             initial_adapter(tiny_model, tiny_tokenizer, replace(still, **wrong))

@@ -168,8 +168,12 @@ def initial_adapter(model: PreTrainedModel, tokenizer: Tokenizer, config: TrainC
 def finish(adapter: RestoreAdapter, teachers: TeacherCache, folder: Path, group: ProcessGroup) -> None:
     """Saves the adapter with what it was trained with, which includes the data of the adapter it started from."""
     config, before = teachers.config, adapter.card
+    own = sources(teachers.examples)
+    known = {row["source"] for row in own} - {None}  # an adapter that is trained further on its own data names it once
     inherited = [
-        row | {"source": f"{row.get('source')}, through the adapter it began with"} for row in before.data or []
+        row | {"source": f"{row.get('source')}, through the adapter it began with"}
+        for row in before.data or []
+        if row.get("source") not in known
     ]
     adapter.describe(
         evictor=teachers.eviction.identity(teachers.model),
@@ -178,7 +182,7 @@ def finish(adapter: RestoreAdapter, teachers: TeacherCache, folder: Path, group:
         allocation=teachers.eviction.conventions.allocation.spec,
         restore_from=config.restore_from,
         settings=json.loads(config.text()) | {"processes": group.size},
-        data=sources(teachers.examples) + (inherited if config.init else []),
+        data=own + (inherited if config.init else []),
         between=default_between(teachers.tokenizer),
     )
     if group.rank == 0:
