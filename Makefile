@@ -86,7 +86,7 @@ bench-charts: venv
 
 # The README's chart of SmolLM2 and the table in docs/evaluation.md, from a stored result; seconds.
 charts: venv
-	$(VENV)/bin/python recipes/smollm2/chart.py docs/results/smollm2-first.json
+	$(VENV)/bin/python recipes/smollm2/chart.py docs/results/smollm2-scores.json
 
 # The tiny model, tokenizer, gates and adapters from nothing: resumable, under three hours on two cores.
 tiny: venv

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-RESULT = ROOT / "docs" / "results" / "smollm2-first.json"
+RESULT = ROOT / "docs" / "results" / "smollm2-scores.json"
 
 
 @pytest.fixture(scope="module")
