@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 
 from restorekv.compression.compressor import compress
 from restorekv.errors import AdapterError, RestoreKVWarning
-from restorekv.model.load import bundled_path, load_model, shipped_path
+from restorekv.model.load import bundled_path, load_model
 from restorekv.restore import model_card
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.restore.adapter_file import read
@@ -25,7 +25,7 @@ DATA = [
     {"source": "LongAlpaca", "examples": 2488, "contexts": 500, "license": "CC BY-NC 4.0"},
     {"source": "PG-19", "examples": 2260, "license": "Apache-2.0"},
 ]
-OLD = [*shipped_path("smollm2", "adapters").iterdir(), *(ROOT / "paper" / "ablations" / "bundled").iterdir()]
+OLD = sorted((ROOT / "paper" / "ablations" / "bundled").iterdir())
 RESULTS = [{"benchmark": "suite", "ratio": 0.05, "base": 70.1, "restored": 92.7, "full": 96.8}]
 
 
