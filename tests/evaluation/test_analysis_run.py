@@ -251,6 +251,22 @@ def test_the_command_writes_every_file(saved, tmp_path):
     assert refused.code == 1 and "not an evictor" in refused.err and refused.err.count("\n") == 1
 
 
+def test_the_command_measures_cost_without_the_controls(saved, tmp_path, monkeypatch):
+    """restore_from and offset are about answers: what compressing costs is measured without them."""
+    monkeypatch.setattr(cost, "compression_apart", in_process)
+    command = ("analyze", "--out", tmp_path, "--model", saved, "--what", "efficiency", "--scorer", "knorm", "--tokens", 96,
+               "--ratio", "0.3", "--repeat", 1, "--offset", 7, "--allocation", "per-head")  # fmt: skip
+    done = cli(*command)
+    assert done.code == 0, done.err
+    (path,) = (tmp_path / "efficiency").iterdir()
+    conventions = json.loads(path.read_text())["conventions"]
+    assert (conventions["offset"], conventions["allocation"], conventions["prefix_policy"]) == (
+        0,
+        "per-head",
+        "counted",
+    )
+
+
 @pytest.mark.slow
 def test_a_measurement_runs_in_a_process_of_its_own(saved):
     model, _ = load_model(str(saved))

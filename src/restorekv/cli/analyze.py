@@ -72,7 +72,7 @@ def run(
             print_paths(analyze(loaded, tokenizer, eviction, rules, documents, ratios, out, analyses, label, update))
     if "efficiency" in chosen:
         with bar("measuring time and memory", lines=True) as update:
-            config = CompressionConfig.make(*shared)
+            config = CompressionConfig(*shared)
             print_paths([cost.measure(loaded, tokenizer, out, cost_options, config, label, update)])
 
 
