@@ -12,7 +12,7 @@ from paper.scores import MISSING, Judged, verdict
 from paper.setting import Setting
 from paper.study import Study, Tell, read
 from restorekv import tasks
-from restorekv.compression.compressor import Eviction, load_adapter
+from restorekv.compression.compressor import load_adapter, make_compressor
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.evaluation import protocols
 from restorekv.evaluation.analysis.attention_mass import profile_divergence
@@ -61,7 +61,7 @@ def measure(setting: Setting, out: Path, tell: Tell) -> None:
     protocol = protocols.make(bench.protocol)
     model, tokenizer = load_model(setup.model, setup.dtype, setup.device)
     conventions = CompressionConfig(**{"prefix_policy": protocol.prefix_policy, **setting.conventions})
-    eviction = replace(Eviction.make(EVICTOR), conventions=conventions)
+    eviction = make_compressor(EVICTOR, conventions)
     adapter = load_adapter(model, setting.of_evictor(EVICTOR, EVICTOR), eviction)
     restoring, few = replace(eviction, adapter=adapter), documents(setting)
     analyze(model, tokenizer, restoring, protocol, few, [RATIO], out, WHAT, label(setting), tell)

@@ -254,8 +254,8 @@ def test_the_command_writes_every_file(saved, tmp_path):
 def test_the_command_measures_cost_without_the_controls(saved, tmp_path, monkeypatch):
     """restore_from and offset are about answers: what compressing costs is measured without them."""
     monkeypatch.setattr(cost, "compression_apart", in_process)
-    command = ("analyze", "--out", tmp_path, "--model", saved, "--what", "efficiency", "--scorer", "knorm", "--tokens", 96,
-               "--ratio", "0.3", "--repeat", 1, "--offset", 7, "--allocation", "per-head")  # fmt: skip
+    command = ("analyze", "--out", tmp_path, "--model", saved, "--what", "efficiency", "--scorer", "knorm",
+               "--tokens", 96, "--ratio", "0.3", "--repeat", 1, "--offset", 7, "--allocation", "per-head")  # fmt: skip
     done = cli(*command)
     assert done.code == 0, done.err
     (path,) = (tmp_path / "efficiency").iterdir()

@@ -18,21 +18,13 @@ from restorekv.evaluation.rows import payload, rows
 from restorekv.evaluation.run import run
 from restorekv.model.load import load_model
 from restorekv.model.prompt import question_ids
-from restorekv.restore.adapter import RestoreAdapter
-from tests.helpers.grid_world import Plain, grid
-from tests.helpers.models import build_model
+from tests.helpers.grid_world import Plain, grid, save_world
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory, tiny_tokenizer):
     """A tiny model and an adapter of it, on disk."""
-    root, model = tmp_path_factory.mktemp("fidelity"), build_model("qwen3")
-    model.save_pretrained(root / "model")
-    tiny_tokenizer.save_pretrained(root / "model")
-    adapter = RestoreAdapter.create(model, 3, rank=2)
-    adapter.describe(evictor="kvzip", prefix_policy="counted", ratio_range=(0.1, 0.9))
-    adapter.save_pretrained(root / "adapter")
-    return root
+    return save_world(tmp_path_factory.mktemp("fidelity"), tiny_tokenizer)
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from restorekv.files import locked
 from restorekv.model.load import load_model
 from restorekv.model.prompt import question_ids
 from restorekv.restore.adapter import RestoreAdapter
-from tests.helpers.grid_world import WORDS, Plain, contents, grid
+from tests.helpers.grid_world import WORDS, Plain, contents, grid, save_world
 from tests.helpers.models import build_model
 
 RATIOS = ("0.8", "0.6", "0.5", "0.4", "0.3")
@@ -30,14 +30,7 @@ RATIOS = ("0.8", "0.6", "0.5", "0.4", "0.3")
 @pytest.fixture(scope="module")
 def world(tmp_path_factory, tiny_tokenizer):
     """A tiny model and two adapters of it, on disk."""
-    root, model = tmp_path_factory.mktemp("grid"), build_model("qwen3")
-    model.save_pretrained(root / "model")
-    tiny_tokenizer.save_pretrained(root / "model")
-    for seed, name in enumerate(("adapter", "other")):
-        adapter = RestoreAdapter.create(model, 3, rank=2, seed=seed)
-        adapter.describe(evictor="kvzip", prefix_policy="counted", ratio_range=(0.1, 0.9))
-        adapter.save_pretrained(root / name)
-    return root
+    return save_world(tmp_path_factory.mktemp("grid"), tiny_tokenizer, adapters=("adapter", "other"))
 
 
 @pytest.fixture(autouse=True)

@@ -18,9 +18,7 @@ from restorekv.evaluation import results
 from restorekv.evaluation.grid import jobs
 from restorekv.evaluation.ray_pool import TRIES, RayPool
 from restorekv.evaluation.run import run
-from restorekv.restore.adapter import RestoreAdapter
-from tests.helpers.grid_world import contents, grid
-from tests.helpers.models import build_model
+from tests.helpers.grid_world import contents, grid, save_world
 
 BENCHMARK = "bundled:count=6,low=100,high=160"
 
@@ -28,13 +26,7 @@ BENCHMARK = "bundled:count=6,low=100,high=160"
 @pytest.fixture(scope="module")
 def world(tmp_path_factory, tiny_tokenizer):
     """A tiny model and an adapter, under relative names."""
-    root, model = tmp_path_factory.mktemp("spread"), build_model("qwen3")
-    model.save_pretrained(root / "model")
-    tiny_tokenizer.save_pretrained(root / "model")
-    adapter = RestoreAdapter.create(model, 3, rank=2)
-    adapter.describe(evictor="kvzip", prefix_policy="free", ratio_range=(0.1, 0.9))
-    adapter.save_pretrained(root / "adapter")
-    return root
+    return save_world(tmp_path_factory.mktemp("spread"), tiny_tokenizer, "free")
 
 
 @pytest.fixture(autouse=True)

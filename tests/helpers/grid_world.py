@@ -19,7 +19,9 @@ from restorekv.evaluation import results
 from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.run import LOCK, run
 from restorekv.evaluation.worker import Worker
+from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tasks import Benchmark, Question, Sample
+from tests.helpers.models import build_model
 
 WORDS = "red house code seven blue door yellow key bread green who lives there since may open".split()
 
@@ -50,6 +52,18 @@ class Plain(Benchmark):
 
     def described(self) -> dict[str, object]:
         return {"data": "made up"}
+
+
+def save_world(root: Path, tokenizer, policy: str = "counted", adapters=("adapter",)) -> Path:
+    """Saves a tiny model and, with seeds 0, 1, ..., untrained adapters of it into the folder `root`."""
+    model = build_model("qwen3")
+    model.save_pretrained(root / "model")
+    tokenizer.save_pretrained(root / "model")
+    for seed, name in enumerate(adapters):
+        adapter = RestoreAdapter.create(model, 3, rank=2, seed=seed)
+        adapter.describe(evictor="kvzip", prefix_policy=policy, ratio_range=(0.1, 0.9))
+        adapter.save_pretrained(root / name)
+    return root
 
 
 def grid(model: str, benchmark: str, evictors=("kvzip",), ratios=("0.5", "0.3"), adapters=(None,), **common):

@@ -11,7 +11,7 @@ from restorekv import tasks
 from restorekv.cli import options
 from restorekv.cli.session import bar, notes, output, phase, quiet
 from restorekv.compression.budget import exact_ratio
-from restorekv.compression.compressor import Eviction, load_adapter, make_compressor
+from restorekv.compression.compressor import load_adapter, make_compressor
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
@@ -63,7 +63,7 @@ def run(
     with phase(f"loading {model}"):
         loaded, tokenizer = opened_model(model, dtype, device, rules.name)
     if analyses := [each for each in chosen if each in ANALYSES]:
-        eviction = replace(Eviction.make(name), conventions=conventions)
+        eviction = make_compressor(name, conventions)
         adapter = load_adapter(loaded, "auto" if source == SHIPPED else source, eviction, restore_tokens)
         if "restore_attention" in analyses and not adapter:
             notes.print("restore_attention is left out: without an adapter there are no restore tokens.")

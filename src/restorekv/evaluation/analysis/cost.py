@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv import evictors
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.budget import exact_ratio
 from restorekv.compression.compressor import Eviction
@@ -160,7 +161,7 @@ def prepare(
         return random_prepared(model, tokenizer, options.tokens, adapter.restore_tokens, conventions)
     with tempfile.TemporaryDirectory(prefix="restorekv-efficiency-") as name:
         spec, _ = scorer_of(model, scorer, Path(name))
-        eviction = replace(Eviction.make(spec, adapter), conventions=conventions)
+        eviction = Eviction(evictors.make(spec), adapter, conventions)
         return eviction.prepare(model, tokenizer, context_of(tokenizer, options.tokens))
 
 
