@@ -115,6 +115,22 @@ def test_ask_generate_save_load(case, tmp_path, restored):
     assert repr(loaded) == repr(made)
 
 
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}])
+def test_generate_cannot_spoil_a_cache_that_was_not_forked(case, options):
+    model, tokenizer, text = case
+    small = compress(*case, evictor="snapkv", adapter=make_adapter(model), ratio=0.4)
+    before = small.ask(QUESTIONS, 8), small.inputs(QUESTIONS[0])["input_ids"].shape, small.cache.nbytes
+    rows = max(options.get("num_beams", 1), options.get("num_return_sequences", 1))
+    for grad in (False, True):
+        with pytest.raises(RestoreKVError, match=r"compressed\.cache\.fork\(\)"), torch.set_grad_enabled(grad):
+            inputs = {name: x.expand(rows, -1) for name, x in small.inputs(QUESTIONS[1]).items()}
+            model(**inputs, past_key_values=small.cache) if grad else model.generate(
+                **small.inputs(QUESTIONS[1]), past_key_values=small.cache, max_new_tokens=3, **options
+            )
+    assert (small.ask(QUESTIONS, 8), small.inputs(QUESTIONS[0])["input_ids"].shape, small.cache.nbytes) == before
+    assert small.generate(QUESTIONS[0], max_new_tokens=3, **options)
+
+
 def test_a_new_process_gives_the_same_answers(case, tmp_path):
     model, tokenizer, text = case
     model.save_pretrained(tmp_path / "model")

@@ -55,6 +55,7 @@ class RaggedLayer(TailLayer):
     def fork(self, batch: int = 1) -> RaggedLayer:
         """Returns a layer with the same context and restore cache and its own tail, for `batch` questions."""
         layer = copy.copy(self)
+        layer.locked = False
         layer.spread(batch)
         return layer
 
@@ -161,6 +162,11 @@ class RaggedCache(Cache):
     def fork(self, batch: int = 1) -> RaggedCache:
         """Returns a cache that shares the context and the restore cache and has its own tail."""
         return RaggedCache([layer.fork(batch) for layer in self.layers])
+
+    def lock(self) -> None:
+        """Lets only forks change from now on: the cache itself refuses, also inside `model.generate`."""
+        for layer in self.layers:
+            layer.locked = True
 
     def settle(self) -> None:
         """Makes what the tails hold now the restore cache."""

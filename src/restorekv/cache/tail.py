@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from restorekv.errors import RestoreKVError
+
 SPARE = 16  # columns, at least, that a buffer gains when it has to grow
 
 
@@ -45,9 +47,11 @@ class TailLayer(CompressedLayer):
 
     `room` holds the buffers (B, H, columns, D) whose start keys and values are, or None. `fixed` is None or
     (first, moved) with a 0-d int64 tensor `moved`: an append of Q columns then writes the columns from first + moved.
+    A `locked` tail belongs to a compressed context that many questions share: it refuses every change.
     """
 
     is_croppable = True
+    locked = False
 
     def __init__(self, restore_keys: Tensor, restore_values: Tensor, seen: int) -> None:
         super().__init__()
@@ -62,6 +66,7 @@ class TailLayer(CompressedLayer):
 
     @keys.setter
     def keys(self, keys: Tensor) -> None:
+        self.check_unlocked()
         self._keys, self.room, self.fixed = keys, None, None
 
     @property
@@ -70,7 +75,15 @@ class TailLayer(CompressedLayer):
 
     @values.setter
     def values(self, values: Tensor) -> None:
+        self.check_unlocked()
         self._values, self.room, self.fixed = values, None, None
+
+    def check_unlocked(self) -> None:
+        if self.locked:
+            raise RestoreKVError(
+                "This cache belongs to a compressed context, whose other questions need it as it is; "
+                "pass past_key_values=compressed.cache.fork()."
+            )
 
     @property
     def pair(self) -> tuple[Tensor, Tensor]:
@@ -99,6 +112,7 @@ class TailLayer(CompressedLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple:
         """Appends (B, H, Q, D) to the tail and returns this layer twice, for the attention function."""
+        self.check_unlocked()
         new, end = (key_states, value_states), self.columns + key_states.shape[-2]
         if torch.is_grad_enabled():
             self.keys, self.values = (torch.cat([old, x], -2) for old, x in zip(self.pair, new, strict=True))
@@ -125,6 +139,7 @@ class TailLayer(CompressedLayer):
 
     def reserve(self, columns: int) -> None:
         """Makes buffers of `columns` columns that start with what the tail holds now; the rest is zero."""
+        self.check_unlocked()
         room, end = tuple(x.new_zeros(*x.shape[:2], columns, x.shape[-1]) for x in self.pair), self.columns
         for buffer, states in zip(room, self.pair, strict=True):
             buffer[:, :, :end] = states

@@ -24,7 +24,7 @@ from restorekv.model.prompt import Context, template_hash
 
 @dataclass(frozen=True, repr=False)
 class CompressedContext:
-    """`cache` never changes: every question gets a fork of it."""
+    """`cache` never changes: every question gets a fork of it, and the cache itself refuses to be written to."""
 
     model: PreTrainedModel
     tokenizer: Tokenizer
@@ -34,6 +34,7 @@ class CompressedContext:
 
     def __post_init__(self) -> None:
         attention.prepare(self.cache.layers)
+        self.cache.lock()
 
     def ask(
         self, question: str | Sequence[str], max_new_tokens: int | Sequence[int] = 128,
