@@ -1,21 +1,31 @@
-"""Writes files completely or not at all, and locks them between processes."""
+"""Writes files completely or not at all, locks them between processes, and reads those of strangers."""
 
 import errno
 import glob
 import itertools
 import json
+import math
 import os
 import platform
 import re
 import shutil
+import stat
+import types
+import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, BinaryIO
 
-from restorekv.errors import RestoreKVError
+import safetensors.torch
+from torch import Tensor
+
+from restorekv.errors import RestoreKVError, first_sentence
 
 HOST = re.sub(r"[^0-9A-Za-z]", "", platform.node()) or "here"  # several machines may write to one disk
 NUMBERS = itertools.count()  # several threads may write to one path
+JSON_LIMIT, HEADER_LIMIT, DEPTH = 64 << 20, 16 << 20, 40  # bytes, bytes, levels
+FIX = "fetch or make it again"
 
 
 def check_target(path: Path) -> None:
@@ -90,3 +100,167 @@ def write_json(path: Path, content: object) -> None:
     """Writes indented UTF-8 JSON."""
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+# A file that someone else wrote is data: it is opened once, read once, and refused with a sentence unless it is whole.
+
+
+def read_bytes(path: Path, what: str, limit: int = JSON_LIMIT) -> bytes:
+    """Returns the bytes of a regular file of at most `limit` bytes; `what` begins the sentence of an error."""
+    with regular(path, what) as (file, size):
+        if size > limit:
+            raise RestoreKVError(f"{what} has {size:,} bytes, more than the {limit:,} of such a file; {FIX}.")
+        return read_whole(file, size, what)
+
+
+def read_json(path: Path, what: str) -> Any:
+    """Returns the JSON value of a file; see `parse_json`."""
+    return parse_json(read_bytes(path, what), what)
+
+
+def read_tensor_bytes(path: Path, what: str) -> bytes:
+    """Returns the bytes of a safetensors file, after its size was compared with what its header says."""
+    with regular(path, what) as (file, size):
+        start = file.read(8)
+        start += file.read(header_length(start, size, what))
+        read_header(start, size, what)
+        file.seek(0)
+        return read_whole(file, size, what)
+
+
+def read_tensors(path: Path, what: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Returns the metadata and the tensors of a safetensors file, never those of a pickle."""
+    return open_tensors(read_tensor_bytes(path, what), what)
+
+
+def open_tensors(raw: bytes, what: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Returns the metadata and the tensors, on the CPU, that the bytes of a safetensors file hold."""
+    header = read_header(raw, len(raw), what)
+    try:
+        tensors = safetensors.torch.load(raw)
+    except Exception as error:  # what the library raises for a bad entry has no common class
+        raise RestoreKVError(f"{what} is damaged or no safetensors file ({first_sentence(error)}); {FIX}.") from error
+    return header.get("__metadata__") or {}, tensors
+
+
+def parse_json(text: str | bytes, what: str, limit: int = JSON_LIMIT) -> Any:
+    """Returns a JSON value; refuses what a program should not compute with.
+
+    That is: more than `limit` characters, more than DEPTH levels, a key twice in an object, NaN and infinity, integers
+    of more than 64 bits, and surrogates, which are half a character.
+    """
+    if len(text) > limit:
+        raise RestoreKVError(f"{what} has {len(text):,} characters of JSON, more than {limit:,}; {FIX}.")
+    try:
+        text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+        value = json.loads(
+            text, object_pairs_hook=unique, parse_constant=finite, parse_float=finite, parse_int=whole_number
+        )
+        check_levels(value)
+    except (ValueError, RecursionError) as error:
+        raise RestoreKVError(f"{what} is damaged ({first_sentence(error)}); {FIX}.") from error
+    return value
+
+
+@contextmanager
+def regular(path: Path, what: str) -> Iterator[tuple[BinaryIO, int]]:
+    """Yields a regular file, opened for reading, and its size; a FIFO or a device is refused, and never waited for."""
+    try:
+        with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise RestoreKVError(f"{what} is not a regular file; give the name of one.")
+            yield file, status.st_size
+    except RestoreKVError:
+        raise
+    except FileNotFoundError as error:
+        raise RestoreKVError(f"{what} does not exist; check its name.") from error
+    except IsADirectoryError as error:
+        raise RestoreKVError(f"{what} is not a regular file; give the name of one.") from error
+    except (OSError, MemoryError, ValueError) as error:  # ValueError: a NUL in the name
+        raise RestoreKVError(f"{what} cannot be read ({first_sentence(error)}); {FIX}.") from error
+
+
+def read_whole(file: BinaryIO, size: int, what: str) -> bytes:
+    raw = file.read(size)
+    if len(raw) != size:
+        raise RestoreKVError(f"{what} changed while it was read; try again when nobody writes it.")
+    return raw
+
+
+def header_length(raw: bytes, size: int, what: str) -> int:
+    """Returns the length of a safetensors header from the first 8 bytes of a file of `size` bytes."""
+    length = int.from_bytes(raw[:8], "little")
+    if len(raw) < 8 or not 2 <= length <= min(size - 8, HEADER_LIMIT):
+        raise RestoreKVError(f"{what} is cut short or no safetensors file; {FIX}.")
+    return length
+
+
+def read_header(raw: bytes, size: int, what: str) -> dict[str, Any]:
+    """Returns the header at the start of `raw`; refuses one whose tensors do not end where the file does."""
+    length = header_length(raw, size, what)
+    header = parse_json(raw[8 : 8 + length], what, HEADER_LIMIT)
+    try:
+        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+        whole = 8 + length + end == size
+    except (TypeError, KeyError, IndexError, AttributeError) as error:
+        raise RestoreKVError(f"{what} is no safetensors file; {FIX}.") from error
+    if not whole:
+        raise RestoreKVError(f"{what} is cut short or too long; {FIX}.")
+    return header
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        raise ValueError("a key stands twice in an object")
+    return entries
+
+
+def finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:20]} is not a finite number")
+    return number
+
+
+def whole_number(text: str) -> int:
+    if len(text) > 20 or not -(2**63) <= int(text) < 2**64:
+        raise ValueError(f"the number {text[:20]} has more than 64 bits")
+    return int(text)
+
+
+def check_levels(value: object) -> None:
+    """Refuses deep nesting and texts that are not Unicode."""
+    level = [value]
+    for _ in range(DEPTH):
+        for text in [each for each in level if isinstance(each, str)]:
+            text.encode()  # raises UnicodeEncodeError, a ValueError, for a surrogate
+        objects = [part for each in level if isinstance(each, dict) for item in each.items() for part in item]
+        level = objects + [part for each in level if isinstance(each, list) for part in each]
+        if not level:
+            return
+    raise ValueError(f"more than {DEPTH} levels")
+
+
+def has_type(value: object, hint: Any) -> bool:
+    """Returns whether a JSON value is of an annotated type: True is no integer, an integer is a float."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if hint in (Any, object):
+        return True
+    if origin in (types.UnionType, typing.Union):
+        return any(has_type(value, part) for part in parts)
+    if origin is typing.Literal:
+        return isinstance(value, str) and value in parts
+    if origin is dict:
+        return isinstance(value, dict) and all(has_type(each, parts[1]) for each in value.values())
+    if origin is list:
+        return isinstance(value, list) and all(has_type(each, parts[0]) for each in value)
+    if origin is tuple:
+        hints = parts[:1] * len(value) if parts[-1] is Ellipsis else parts
+        return (
+            len(value) == len(hints) and all(map(has_type, value, hints)) if isinstance(value, list | tuple) else False
+        )
+    if hint in (int, float):
+        return isinstance(value, int | hint) and not isinstance(value, bool)
+    return isinstance(value, hint)
