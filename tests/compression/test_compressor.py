@@ -117,7 +117,7 @@ def test_ask_generate_save_load(case, tmp_path, restored):
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}])
 def test_generate_cannot_spoil_a_cache_that_was_not_forked(case, options):
-    model, tokenizer, text = case
+    model = case[0]
     small = compress(*case, evictor="snapkv", adapter=make_adapter(model), ratio=0.4)
     before = small.ask(QUESTIONS, 8), small.inputs(QUESTIONS[0])["input_ids"].shape, small.cache.nbytes
     rows = max(options.get("num_beams", 1), options.get("num_return_sequences", 1))
@@ -176,7 +176,7 @@ def test_repr_and_manifest_tell_what_is_held(case, tmp_path):
         assert part in shown
     assert set(m.seconds) == {"prefill", "score", "restore", "evict"}
     made.save(tmp_path / "doc.rkv")
-    assert read(tmp_path / "doc.rkv")[2] == m
+    assert read(tmp_path / "doc.rkv").manifest == m
 
 
 def test_streaming(case, capsys):

@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-BLANK = "0" * 64
+BLANK, BLANK_SIGNATURE = "0" * 64, "f" * 64
 ODD = (
     None,
     True,
@@ -55,9 +55,12 @@ class File:
         return cls(metadata, json.loads(metadata["manifest"]), safetensors.torch.load(raw), raw)
 
     def sealed(self, text: str | None = None) -> bytes:
-        """The file with its checksum; `text` stands for the manifest's JSON."""
+        """The file with its checksum and the signature it had; `text` stands for the manifest's JSON."""
         metadata = {**self.metadata, "manifest": json.dumps(self.manifest) if text is None else text, "checksum": BLANK}
-        return seal(safetensors.torch.save(self.tensors, metadata))
+        if "signature" not in self.metadata:
+            return seal(safetensors.torch.save(self.tensors, metadata))
+        sealed = seal(safetensors.torch.save(self.tensors, {**metadata, "signature": BLANK_SIGNATURE}))
+        return sealed.replace(BLANK_SIGNATURE.encode(), self.metadata["signature"].encode(), 1)
 
     def some(self, rng: random.Random, part: str = "") -> str:
         """The name of a tensor, of those whose name has `part` in it."""
@@ -65,7 +68,7 @@ class File:
 
 
 def seal(blank: bytes) -> bytes:
-    """Write the checksum of a file into its zeros."""
+    """Writes the checksum of a file into its zeros."""
     return blank.replace(BLANK.encode(), hashlib.sha256(blank).hexdigest().encode(), 1)
 
 

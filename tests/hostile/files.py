@@ -19,10 +19,12 @@ from pathlib import Path
 from tests.hostile.damage import CONTRADICTING, NEUTRAL, PLAUSIBLE, RAW, File
 
 GROUPS = {"raw": RAW, "contradicting": CONTRADICTING, "plausible": PLAUSIBLE, "neutral": NEUTRAL}
+KEY = b"the campaign's own key"
 ALLOWED = {
     "raw": {"refused", "equal"}, "contradicting": {"refused", "equal"}, "plausible": {"refused", "equal", "different"},
     "neutral": {"equal"},
 }  # fmt: skip
+ALLOWED_WITH_KEY = {group: {"refused", "equal"} for group in GROUPS}
 TEXT = "The red house belongs to Ada. The code of the blue house is 482. " * 12
 SECONDS, SPARE = 60, 2 << 30  # for a case; bytes of address space beyond what is in use
 
@@ -35,7 +37,7 @@ def case(seed: int, number: int, good: list[bytes]) -> tuple[str, str, bytes]:
     return group, way.__name__, way(rng, File.of(rng.choice(good)))
 
 
-def made(folder: Path) -> list[bytes]:
+def made(folder: Path, key: bytes | None) -> list[bytes]:
     """Good files: every kind of contents that the format knows."""
     from restorekv import compress, load_model
 
@@ -47,13 +49,13 @@ def made(folder: Path) -> list[bytes]:
     found = []
     for number, options in enumerate(kinds):
         path = folder / f"good{number}.rkv"
-        compress(model, tokenizer, TEXT, ratio=0.2, **options).save(path)
+        compress(model, tokenizer, TEXT, ratio=0.2, **options).save(path, key)
         found.append(path.read_bytes())
     return found
 
 
-def serve(connection) -> None:
-    """Judge files until there are no more."""
+def serve(connection, key: bytes | None) -> None:
+    """Judges files until there are no more."""
     import torch
 
     from restorekv import CompressedContext, RestoreKVError, load_model
@@ -67,20 +69,19 @@ def serve(connection) -> None:
     while message := connection.recv():
         path, good = message
         try:
-            loaded = CompressedContext.load(path, model, tokenizer)
+            loaded = CompressedContext.load(path, model, tokenizer, key)
             loaded.ask("Who owns the red house?", 2)
-            execute(["inspect", str(path)])
-            verdict = (
-                "equal"
-                if contents(loaded) in [contents(CompressedContext.load(p, model, tokenizer)) for p in good]
-                else "different"
-            )
+            known = [contents(CompressedContext.load(each, model, tokenizer, key)) for each in good]
+            verdict = "equal" if contents(loaded) in known else "different"
         except RestoreKVError as error:
             verdict = "refused" if str(error).strip() and "\n" not in str(error) else f"not a sentence: {error!r}"
-            if execute(["inspect", str(path)]) == 0:
-                verdict = "inspect accepted what load refused"
         except BaseException as error:
             verdict = f"{type(error).__name__}: {str(error)[:200]}"
+        try:  # it knows no model, so it may show what only a model contradicts
+            code = execute(["inspect", str(path)])
+            verdict = verdict if code in (0, 1) else f"inspect ended with {code}"
+        except BaseException as error:
+            verdict = f"inspect: {type(error).__name__}: {str(error)[:200]}"
         connection.send(verdict)
 
 
@@ -100,14 +101,14 @@ def contents(loaded) -> str:
 class Judge:
     """The process that reads harmed files; it is started again when a file has killed it."""
 
-    def __init__(self) -> None:
-        self.process = None
+    def __init__(self, key: bytes | None) -> None:
+        self.process, self.key = None, key
 
     def __call__(self, path: str, good: list[str]) -> str:
         if self.process is None:
             context = multiprocessing.get_context("spawn")
             self.ours, theirs = context.Pipe()
-            self.process = context.Process(target=serve, args=(theirs,), daemon=True)
+            self.process = context.Process(target=serve, args=(theirs, self.key), daemon=True)
             self.process.start()
         try:
             self.ours.send((path, good))
@@ -127,12 +128,13 @@ class Judge:
             self.process = None
 
 
-def run(count: int, seed: int, only: int | None = None) -> tuple[Counter, list[str]]:
+def run(count: int, seed: int, only: int | None = None, key: bytes | None = None) -> tuple[Counter, list[str]]:
     """Counts by group and verdict, and the failures."""
-    counts, failures, judge = Counter(), [], Judge()
+    counts, failures, judge = Counter(), [], Judge(key)
+    allowed = ALLOWED_WITH_KEY if key else ALLOWED
     with tempfile.TemporaryDirectory(prefix="restorekv-hostile-") as name:
         folder = Path(name)
-        good = made(folder)
+        good = made(folder, key)
         paths = sorted(str(path) for path in folder.glob("good*.rkv"))
         for number in range(count) if only is None else (only,):
             group, way, raw = case(seed, number, good)
@@ -140,7 +142,7 @@ def run(count: int, seed: int, only: int | None = None) -> tuple[Counter, list[s
             path.write_bytes(raw)
             verdict = judge(str(path), paths)
             counts[group, verdict if verdict in ("refused", "equal", "different") else "FAILED"] += 1
-            if verdict not in ALLOWED[group]:
+            if verdict not in allowed[group]:
                 failures.append(f"case {number} ({group}, {way}): {verdict}")
                 print(failures[-1], flush=True)
             if number % 1000 == 999:
@@ -154,8 +156,9 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", type=int, help="one case by its number")
+    parser.add_argument("--key", action="store_true", help="sign the files and refuse what is not signed")
     options = parser.parse_args()
-    counts, failures = run(options.count, options.seed, options.case)
+    counts, failures = run(options.count, options.seed, options.case, KEY if options.key else None)
     for (group, verdict), number in sorted(counts.items()):
         print(f"{group:15} {verdict:10} {number}")
     sys.exit(f"{len(failures)} failures" if failures else 0)

@@ -11,7 +11,7 @@ from rich.text import Text
 from restorekv.cli import options
 from restorekv.cli.session import open_model, output, phase
 from restorekv.compression.context import CompressedContext, ask_many
-from restorekv.compression.context_file import read_header, verify
+from restorekv.compression.context_file import read, read_key
 from restorekv.errors import RestoreKVError
 from restorekv.files import check_target, write_json
 
@@ -25,6 +25,7 @@ def run(
     ] = None,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
+    sign_key: options.SignKey = None,
     json: Annotated[Path | None, typer.Option(help="Write questions and answers here, for programs.")] = None,
 ) -> None:
     files = [file, *map(Path, takewhile(lambda word: word.endswith(".rkv"), questions))]
@@ -37,10 +38,10 @@ def run(
         raise RestoreKVError(f"--max-new-tokens is a number of at least 1, not {max_new_tokens}.")
     if json:
         check_target(json)
-    for each in files:
-        read_header(each)  # refuses most wrong files before a model is loaded
-    loaded, tokenizer = open_model(model or str(verify(file)["model"]), dtype, device)
-    compressed = [CompressedContext.load(each, loaded, tokenizer) for each in files]
+    key = read_key(sign_key)
+    stored = [read(each, key) for each in files]  # wrong files are refused before a model is loaded
+    loaded, tokenizer = open_model(model or stored[0].manifest.model, dtype, device)
+    compressed = [CompressedContext.load(each, loaded, tokenizer) for each in stored]
     start = time.perf_counter()
     rows = [{"file": str(each), "question": question} for each in files for question in questions]
     if len(rows) == 1:

@@ -14,6 +14,7 @@ from restorekv.cli.session import figures_table, method_of, notes, open_model, o
 from restorekv.compression.budget import exact_ratio
 from restorekv.compression.compressor import chosen_evictor, compress, make_compressor
 from restorekv.compression.context import CompressedContext, size
+from restorekv.compression.context_file import read_key
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import BudgetError
 from restorekv.files import check_target, write_json
@@ -41,12 +42,14 @@ def run(
     offload: options.Offload = False,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
+    sign_key: options.SignKey = None,
     json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
 ) -> None:
     evictor = checked(ratio, tokens_per_head, evictor, preset, storage)
     make_compressor(evictor, CompressionConfig(prefix_policy, on_small_budget, allocation, restore_from, offset))
     for target in filter(None, (out, json)):
         check_target(target)
+    key = read_key(sign_key)
     text = read_text(file)
     loaded, tokenizer = open_model(model, dtype, device)
     start = time.perf_counter()
@@ -60,7 +63,7 @@ def run(
         )  # fmt: skip
         seconds = time.perf_counter() - start
         status.update("saving")
-        compressed.save(out)
+        compressed.save(out, key)
     output.print(figures_table(f"Wrote {escape(str(out))}", summary(compressed, out, seconds)))
     if json:
         write_json(json, {"file": str(out), "file_bytes": out.stat().st_size, **compressed.manifest.described()})

@@ -11,8 +11,10 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv.cli import options
 from restorekv.cli.session import figures_table, method_of, output
 from restorekv.compression.context import size
+from restorekv.compression.context_file import read_key
 from restorekv.errors import ModelError
 from restorekv.evaluation.survivors import Survivors, check_format, save_plot
 from restorekv.files import check_target, write_json
@@ -33,12 +35,13 @@ def run(
         str | None, typer.Option(help="Whose tokenizer shows the text; the file's own unless given.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=0, help="How many tokens of the text to show.")] = 400,
+    sign_key: options.SignKey = None,
 ) -> None:
     for target in filter(None, (plot, json)):
         check_target(target)
     if plot:
         check_format(plot)
-    survivors = Survivors.of_file(file)
+    survivors = Survivors.of_file(file, read_key(sign_key))
     tokenizer = find_tokenizer(survivors, model)
     output.print(figures_table(escape(str(file)), facts(survivors)))
     output.print(heads(survivors))

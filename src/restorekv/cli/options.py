@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import Field, fields
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
 import typer
@@ -44,6 +45,10 @@ Streaming = Annotated[
 ]
 Offload = Annotated[
     bool, typer.Option("--offload", help="Keep the full cache in a temporary file (on a GPU: the host's memory).")
+]
+SignKey = Annotated[
+    Path | None,
+    typer.Option(help="A file with a secret of 16 bytes or more: signs what is written, refuses what it did not sign."),
 ]
 RestoreTokens = Annotated[
     int | None,

@@ -15,11 +15,12 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression import context_file, generate
-from restorekv.compression.context_file import Manifest
+from restorekv.compression.context_file import CacheFile, Manifest
 from restorekv.errors import CacheFileError, RestoreKVError, warn
 from restorekv.model import attention
 from restorekv.model.load import model_fingerprint, rope_fingerprint
 from restorekv.model.prompt import Context, template_hash
+from restorekv.model.shape import CacheShape
 
 
 @dataclass(frozen=True, repr=False)
@@ -73,17 +74,26 @@ class CompressedContext:
             result = self.model.generate(**inputs, past_key_values=self.cache.fork(rows), **options)
         return generate.answer_text(self.tokenizer, result[0, inputs["input_ids"].shape[1] :].tolist(), stops)
 
-    def save(self, path: str | Path) -> None:
-        """Writes one safetensors file; the previous one stays if anything goes wrong."""
-        context_file.write(path, self.cache, self.context, self.manifest)
+    def save(self, path: str | Path, key: bytes | None = None) -> None:
+        """Writes one safetensors file; the previous one stays if anything goes wrong.
+
+        `key`, or RESTOREKV_KEY, signs the file: whoever has the key can tell it from a stranger's.
+        """
+        context_file.write(path, self.cache, self.context, self.manifest, key)
 
     @classmethod
-    def load(cls, path: str | Path, model: PreTrainedModel, tokenizer: Tokenizer) -> CompressedContext:
-        """Reads a cache file; refuses a damaged one, and a model that is not the one it was made with."""
-        cache, context, manifest = context_file.read(path, model.device)
-        check(path, manifest, model, tokenizer)
+    def load(
+        cls, file: str | Path | CacheFile, model: PreTrainedModel, tokenizer: Tokenizer, key: bytes | None = None
+    ) -> CompressedContext:
+        """Reads a cache file, or takes one that was read.
+
+        Refuses a damaged one, one that contradicts itself, a model that is not the one it was made with and, with a
+        key, a file that was not signed with it.
+        """
+        stored = file if isinstance(file, CacheFile) else context_file.read(file, key)
+        check(stored, model, tokenizer)
         attention.install(model)
-        return cls(model, tokenizer, context, cache, manifest)
+        return cls(model, tokenizer, stored.context, stored.cache(model.device), stored.manifest)
 
     def __repr__(self) -> str:
         m = self.manifest
@@ -122,8 +132,9 @@ def ask_many(
     return [own[0] if isinstance(given, str) else own for own, (_, _, given) in zip(answers, asked, strict=True)]
 
 
-def check(path: str | Path, manifest: Manifest, model: PreTrainedModel, tokenizer: Tokenizer) -> None:
-    """Refuses a model whose weights or rotation of keys are not those that the cache was computed with."""
+def check(stored: CacheFile, model: PreTrainedModel, tokenizer: Tokenizer) -> None:
+    """Refuses a model whose weights, shape or rotation of keys are not those that the cache was computed with."""
+    path, manifest, ids = stored.path, stored.manifest, (stored.context.ids, stored.context.suffix)
     if manifest.rope != rope_fingerprint(model.config):
         raise CacheFileError(
             f"{path} was made with RoPE {manifest.rope}, the model has {rope_fingerprint(model.config)}; "
@@ -131,8 +142,12 @@ def check(path: str | Path, manifest: Manifest, model: PreTrainedModel, tokenize
         )
     if manifest.fingerprint != model_fingerprint(model):
         raise CacheFileError(f"{path} was made with another model ({manifest.model}); load that one.")
+    if manifest.shape != vars(CacheShape.of(model)):
+        raise CacheFileError(f"{path} records a shape that is not the model's; compress the context again.")
     if manifest.dtype != str(model.dtype).removeprefix("torch."):
         raise CacheFileError(f"{path} holds {manifest.dtype}; load the model with dtype={manifest.dtype!r}.")
+    if max(int(each.max()) for each in ids if each.numel()) >= model.get_input_embeddings().weight.shape[0]:
+        raise CacheFileError(f"{path} has token ids that the model's vocabulary lacks; compress the context again.")
     if manifest.template != template_hash(tokenizer):
         warn(f"{path} was made with another chat template; answers may suffer.")
 

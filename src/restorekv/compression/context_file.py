@@ -1,32 +1,36 @@
 """A compressed cache as one safetensors file: tensors, and in its header every convention it was made with.
 
 The header's `checksum` is the SHA-256 of the whole file with that field zeroed, so one altered byte anywhere,
-header included, is noticed. Files are written beside the target and moved into place when complete.
+header included, is noticed. A file that is sealed with a key has a `signature` too, the HMAC of that checksum. Files
+are written beside the target and moved into place when complete, and are read once: what was checked is what is used.
 """
 
 import hashlib
+import hmac
 import json
 import os
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from restorekv.cache import quantized
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.compression.budget import from_file, to_file
+from restorekv.compression.context_checks import ContradictionError, check_manifest, check_sums, check_tensors
 from restorekv.errors import CacheFileError, RestoreKVError
-from restorekv.files import replacing
+from restorekv.files import open_tensors, parse_json, read_bytes, read_tensor_bytes, replacing
 from restorekv.model.prompt import Context
 
 FORMAT = "restorekv-cache"
 VERSION = 3
 READ = ("2", "3")  # versions that are read
 BLANK = "0" * 64
-BLOCK = 1 << 20
+BLANK_SIGNATURE = "f" * 64
+SHORTEST_KEY = 16  # bytes
 
 
 @dataclass(frozen=True)
@@ -35,10 +39,10 @@ class Manifest:
 
     model: str  # name or path, for people
     fingerprint: str  # of the base weights; must match on load
-    rope: dict  # must match on load
+    rope: dict[str, Any]  # must match on load
     template: str  # hash of the chat template's surroundings
     dtype: str
-    shape: dict  # layers, heads, groups, head_dim, hidden
+    shape: dict[str, int]  # layers, heads, groups, head_dim, hidden
     prefix: int  # S
     tokens: int  # T
     restore_tokens: int  # n
@@ -49,14 +53,14 @@ class Manifest:
     restore_from: str
     offset: int
     evictor: str
-    adapter: dict | None  # source and hash of the restore adapter
+    adapter: dict[str, Any] | None  # source and hash of the restore adapter
     pairs: int  # what the budget counts
     pairs_of_prefix: int  # kept pairs that came from the chat prefix
     pairs_held: int  # everything, prefix and restore cache included
     bytes_full: int  # of the full cache, S + T columns
     bytes_held: int  # of every tensor of the compressed cache
-    seconds: dict  # per phase
-    versions: dict  # of the libraries
+    seconds: dict[str, float]  # per phase
+    versions: dict[str, str]  # of the libraries
     storage: str = "model"  # of the retained pairs: the model's dtype, or "int8", "fp8"; new in version 3
     streaming: int | None = None  # tokens of a part when it was compressed as the prefill went; new in version 3
     between: str = ""  # what stands before every question; files that do not say it were asked without
@@ -66,11 +70,30 @@ class Manifest:
         return to_file(asdict(self))
 
 
-def write(path: str | Path, cache: RaggedCache, context: Context, manifest: Manifest) -> None:
-    """Writes all or nothing: on any failure, Ctrl-C included, the target is as before."""
+@dataclass(frozen=True)
+class CacheFile:
+    """A cache file that was read and checked, before a model is at hand."""
+
+    path: Path
+    manifest: Manifest
+    context: Context
+    tensors: dict[str, Tensor]
+
+    def cache(self, device: str | torch.device = "cpu") -> RaggedCache:
+        """Returns the cache on a device."""
+        tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        return unpack(tensors, self.context.positions + self.manifest.offset, self.manifest)
+
+
+def write(path: str | Path, cache: RaggedCache, context: Context, manifest: Manifest, key: bytes | None = None) -> None:
+    """Writes all or nothing: on any failure, Ctrl-C included, the target is as before. With a key, the file is signed.
+
+    Without one, RESTOREKV_KEY is the key, if it is set.
+    """
+    payload = encoded(cache, context, manifest, key or read_key())
     try:
         with replacing(Path(path)) as temporary, open(temporary, "wb") as file:
-            file.write(encoded(cache, context, manifest))
+            file.write(payload)
             file.flush()
             os.fsync(file.fileno())
     except RestoreKVError as error:
@@ -80,78 +103,96 @@ def write(path: str | Path, cache: RaggedCache, context: Context, manifest: Mani
         raise CacheFileError(f"{why}; free some space or choose another place.") from error
 
 
-def encoded(cache: RaggedCache, context: Context, manifest: Manifest) -> bytes:
+def encoded(cache: RaggedCache, context: Context, manifest: Manifest, key: bytes | None = None) -> bytes:
     """Returns the bytes of the whole file."""
     metadata = {
         "format": FORMAT,
         "version": str(VERSION),
         "checksum": BLANK,
         "manifest": json.dumps({**manifest.described(), "suffix_text": context.suffix_text}),
+        **({"signature": BLANK_SIGNATURE} if key else {}),
     }
     payload = safetensors.torch.save(pack(cache, context), metadata)
-    return payload.replace(BLANK.encode(), hashlib.sha256(payload).hexdigest().encode(), 1)
+    digest = hashlib.sha256(payload).hexdigest()
+    if key:
+        payload = payload.replace(BLANK_SIGNATURE.encode(), signature(key, digest).encode(), 1)
+    return payload.replace(BLANK.encode(), digest.encode(), 1)
 
 
-def read(path: str | Path, device: str | torch.device = "cpu") -> tuple[RaggedCache, Context, Manifest]:
-    """Reads what `write` wrote, and refuses anything else."""
-    path = Path(path)
-    defaults = {field.name: field.default for field in fields(Manifest) if field.default is not MISSING}
-    manifest = defaults | from_file(verify(path))
-    suffix_text = manifest.pop("suffix_text", "")
-    if set(manifest) != {field.name for field in fields(Manifest)}:
-        raise CacheFileError(f"{path} lacks fields this version needs; compress the context again.")
+def read_key(path: Path | None = None) -> bytes | None:
+    """Returns the key in a file, or else in RESTOREKV_KEY, or None."""
+    if path is None and "RESTOREKV_KEY" not in os.environ:
+        return None
+    key = read_bytes(path, str(path)) if path else os.environ["RESTOREKV_KEY"].encode()
+    if len(key.strip()) < SHORTEST_KEY:
+        source = path or "RESTOREKV_KEY"
+        raise CacheFileError(f"The key in {source} has fewer than {SHORTEST_KEY} bytes; make one with openssl rand.")
+    return key.strip()
+
+
+def signature(key: bytes, digest: str) -> str:
+    """Returns the HMAC-SHA256, in hexadecimal, of a file's digest."""
+    return hmac.new(key, f"{FORMAT} {digest}".encode(), "sha256").hexdigest()
+
+
+def read(path: str | Path, key: bytes | None = None) -> CacheFile:
+    """Reads what `write` wrote, once, and refuses anything else; with a key, also a file that it did not sign."""
+    what, key = str(path), key or read_key()
     try:
-        tensors = safetensors.torch.load_file(path, device=str(device))
-    except (SafetensorError, OSError) as error:
-        raise CacheFileError(f"{path} cannot be read: {error}.") from error
-    known = Manifest(**manifest)
-    ids, suffix = (tensors[name].cpu().long() for name in ("context_ids", "suffix_ids"))
-    context = Context(ids, known.prefix, suffix, suffix_text, known.between)
-    return unpack(tensors, context.positions + known.offset, known), context, known
+        raw = read_tensor_bytes(Path(path), what)
+        metadata, tensors = open_tensors(raw, what)
+        check_seal(raw, metadata, what, key)
+        del raw
+        entries = parse_json(str(metadata.get("manifest")), what)
+        if not isinstance(entries, dict) or not isinstance(suffix_text := entries.pop("suffix_text", None), str):
+            raise RestoreKVError(f"{what} has a damaged manifest; compress the context again.")
+        manifest = known_manifest(from_file(entries), what)
+        check_manifest(manifest)
+        check_tensors(tensors, manifest)
+        ids, suffix = (tensors[name].long() for name in ("context_ids", "suffix_ids"))
+        stored = CacheFile(
+            Path(path), manifest, Context(ids, manifest.prefix, suffix, suffix_text, manifest.between), tensors
+        )
+        check_sums(manifest, stored.cache())
+    except ContradictionError as error:
+        raise CacheFileError(f"{what} {error}; compress the context again.") from None
+    except CacheFileError:
+        raise
+    except RestoreKVError as error:
+        raise CacheFileError(str(error)) from None
+    return stored
 
 
-def verify(path: Path) -> dict:
-    """Returns the manifest of an intact file."""
-    metadata = read_header(path).get("__metadata__", {})
-    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
-        raise CacheFileError(f"{path} is a safetensors file but not a restorekv cache; give a file made by compress.")
+def check_seal(raw: bytes, metadata: dict[str, str], what: str, key: bytes | None) -> None:
+    """Refuses another format, an altered file and, with a key, a file without its signature."""
+    if metadata.get("format") != FORMAT:
+        raise CacheFileError(f"{what} is a safetensors file but not a restorekv cache; give a file made by compress.")
     if metadata.get("version") not in READ:
         raise CacheFileError(
-            f"{path} has format version {metadata.get('version')}, this restorekv reads {' and '.join(READ)}; "
+            f"{what} has format version {metadata.get('version')!r}, this restorekv reads {' and '.join(READ)}; "
             "compress the context again."
         )
-    checksum = str(metadata.get("checksum"))
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        start = file.read(8)
-        start += file.read(int.from_bytes(start, "little"))
-        digest.update(start.replace(checksum.encode(), BLANK.encode(), 1))
-        while block := file.read(BLOCK):
-            digest.update(block)
+    checksum, signed = metadata.get("checksum", ""), metadata.get("signature", "")
+    end = 8 + int.from_bytes(raw[:8], "little")
+    start = raw[:end].replace(checksum.encode(), BLANK.encode(), 1)
+    if signed:
+        start = start.replace(signed.encode(), BLANK_SIGNATURE.encode(), 1)
+    digest = hashlib.sha256(start)
+    digest.update(memoryview(raw)[end:])
     if digest.hexdigest() != checksum:
-        raise CacheFileError(f"{path} is damaged, its checksum does not match; compress the context again.")
-    return json.loads(metadata["manifest"])
+        raise CacheFileError(f"{what} is damaged, its checksum does not match; compress the context again.")
+    if key and not hmac.compare_digest(signature(key, checksum).encode(), signed.encode()):
+        how = "was signed with another key" if signed else "is not signed"
+        raise CacheFileError(f"{what} {how}; ask who made it, or compress the context again.")
 
 
-def read_header(path: Path) -> dict:
-    """Returns the JSON header of a safetensors file whose size fits it."""
-    try:
-        size = path.stat().st_size
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            text = file.read(length) if 8 + length <= size else b""
-    except FileNotFoundError:
-        raise CacheFileError(f"There is no file {path}; make it with compress.") from None
-    except OSError as error:
-        raise CacheFileError(f"Cannot read {path}: {error.strerror}; give a file made by compress.") from error
-    try:
-        header = json.loads(text)
-        expected = 8 + length + max(entry["data_offsets"][1] for name, entry in header.items() if name[:2] != "__")
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
-        raise CacheFileError(f"{path} is not a restorekv cache, or cut short; give a file made by compress.") from None
-    if size != expected:
-        raise CacheFileError(f"{path} is truncated or too long; copy it again or compress the context again.")
-    return header
+def known_manifest(entries: dict, what: str) -> Manifest:
+    """Returns the manifest; files of earlier versions lack the fields that have defaults."""
+    names = {field.name for field in fields(Manifest)}
+    needed = {field.name for field in fields(Manifest) if field.default is MISSING}
+    if not needed <= set(entries) <= names:
+        raise CacheFileError(f"{what} lacks fields this version needs, or has others; compress the context again.")
+    return Manifest(**entries)
 
 
 def pack(cache: RaggedCache, context: Context) -> dict[str, Tensor]:

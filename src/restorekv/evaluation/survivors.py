@@ -32,10 +32,10 @@ class Survivors:
     manifest: Manifest
 
     @classmethod
-    def of_file(cls, path: Path) -> Survivors:
-        """Reads a cache file; needs no model."""
-        cache, context, manifest = read(path)
-        return cls(kept_columns(cache, context.positions), context, manifest)
+    def of_file(cls, path: Path, key: bytes | None = None) -> Survivors:
+        """Reads a cache file, with `key` a signed one; needs no model."""
+        stored = read(path, key)
+        return cls(kept_columns(stored.cache(), stored.context.positions), stored.context, stored.manifest)
 
     @property
     def per_head(self) -> Tensor:

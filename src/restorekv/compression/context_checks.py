@@ -1,0 +1,145 @@
+"""Whether a cache file can be what `compress` wrote: everything in it is compared with everything else.
+
+A checksum proves that a file is as somebody sealed it, not that it is harmless. So types, ranges, shapes, dtypes,
+offsets, ids, sums and finiteness are checked before a tensor is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import TYPE_CHECKING, get_type_hints
+
+import torch
+from torch import Tensor
+
+from restorekv.cache.quantized import FP8, GROUP, STORAGES
+from restorekv.cache.ragged import RaggedCache
+from restorekv.compression.budget import ON_SMALL_BUDGET, PREFIX_POLICIES, exact_ratio
+from restorekv.compression.prepared import RESTORE_FROM
+from restorekv.errors import CacheFileError, RestoreKVError
+from restorekv.files import has_type
+
+if TYPE_CHECKING:
+    from restorekv.compression.context_file import Manifest
+
+LARGEST = 2**31 - 1  # of positions and rows, which files hold as int32
+BLOCK = 1 << 22  # numbers looked at together
+CODES = {"int8": torch.int8, "fp8": FP8}
+SHAPE = {"layers", "heads", "groups", "head_dim", "hidden"}
+COUNTS = ("prefix", "restore_tokens", "offset", "pairs", "pairs_of_prefix", "pairs_held", "bytes_full", "bytes_held")
+CHOICES = {
+    "dtype": ("float32", "bfloat16", "float16", "float64"), "storage": STORAGES, "prefix_policy": PREFIX_POLICIES,
+    "on_small_budget": ON_SMALL_BUDGET, "restore_from": RESTORE_FROM,
+}  # fmt: skip
+PARTS = ("keys", "values")
+
+
+class ContradictionError(CacheFileError):
+    """What is wrong with a file, as the end of a sentence that begins with its name."""
+
+
+def require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ContradictionError(otherwise)
+
+
+def check_manifest(manifest: Manifest) -> None:
+    """Checks types and ranges of every field."""
+    for name, hint in get_type_hints(type(manifest)).items():
+        value = getattr(manifest, name)
+        require(has_type(value, hint), f"records something that is no {hint} as its {name}")
+        if isinstance(value, str) and name != "between":  # what cannot be printed may command a terminal
+            require(value.isprintable(), f"records {value!r} as its {name}")
+    for name, choices in CHOICES.items():
+        require(getattr(manifest, name) in choices, f"records the {name} {getattr(manifest, name)!r}")
+    shape = manifest.shape
+    require(set(shape) == SHAPE and all(0 < size <= LARGEST for size in shape.values()), "has a shape of no model")
+    require(all(0 <= getattr(manifest, name) <= 2**62 for name in COUNTS), "records a count below zero or too large")
+    positions = manifest.prefix + manifest.tokens + manifest.offset
+    require(manifest.tokens > 0 and positions <= LARGEST, "records a number of tokens that no context has")
+    require(manifest.streaming is None or manifest.streaming > 0, "records parts without tokens")
+    require(all(seconds >= 0 for seconds in manifest.seconds.values()), "records a negative duration")
+    for name in ("versions", "seconds"):
+        require(all(str(part).isprintable() for item in getattr(manifest, name).items() for part in item),
+                f"records {name} that cannot be printed")  # fmt: skip
+    adapter = manifest.adapter
+    require(adapter is None or isinstance(adapter.get("hash"), str), "does not say which adapter it was made with")
+    try:
+        exact_ratio(manifest.ratio)
+    except RestoreKVError as error:
+        raise ContradictionError(f"records what compress refuses: {error}") from None
+
+
+def check_tensors(tensors: Mapping[str, Tensor], manifest: Manifest) -> None:
+    """Checks names, dtypes, shapes and contents of all tensors against the manifest."""
+    layers, heads, dim = (manifest.shape[name] for name in ("layers", "heads", "head_dim"))
+    columns, dtype = manifest.prefix + manifest.tokens, getattr(torch, manifest.dtype)
+    check_tensor(tensors, "context_ids", torch.int32, (1, columns))
+    check_tensor(tensors, "suffix_ids", torch.int32, (1, None))
+    check_tensor(tensors, "offsets", torch.int32, (layers, heads + 1))
+    expected = {"context_ids", "suffix_ids", "offsets", "restore_keys", "restore_values"}
+    for name in ("restore_keys", "restore_values"):
+        check_tensor(tensors, name, dtype, (layers, heads, manifest.restore_tokens, dim))
+    for name in ("context_ids", "suffix_ids"):
+        require(bool((tensors[name] >= 0).all()), "has token ids below zero")
+    for index, offsets in enumerate(tensors["offsets"].tolist()):
+        expected |= check_layer(tensors, f"layers.{index}", offsets, manifest, columns)
+    require(set(tensors) == expected, "has tensors that do not belong to a cache of its shape")
+
+
+def check_layer(
+    tensors: Mapping[str, Tensor], layer: str, offsets: list[int], manifest: Manifest, columns: int
+) -> set[str]:
+    """Checks the context of one layer; returns the names of its tensors."""
+    lengths = [end - start for start, end in pairwise(offsets)]
+    require(offsets[0] == 0 and min(lengths) >= 0 and max(lengths) <= columns, "has offsets that no cache has")
+    rows, dim, storage = offsets[-1], manifest.shape["head_dim"], manifest.storage
+    names = {f"{layer}.positions", *(f"{layer}.{part}" for part in PARTS)}
+    for part in PARTS:
+        check_tensor(tensors, f"{layer}.{part}", CODES.get(storage) or getattr(torch, manifest.dtype), (rows, dim))
+    check_tensor(tensors, f"{layer}.positions", torch.int32, (rows,))
+    check_positions(tensors[f"{layer}.positions"], offsets, columns)
+    if storage != "model":
+        kept = [length for length in lengths if length]
+        groups = (sum(-(-length // GROUP) for length in kept), dim), (rows, 1)
+        for part, shape in zip(PARTS, groups if storage == "int8" else [(len(kept), 1)] * 2, strict=True):
+            check_tensor(tensors, f"{layer}.{part}.scales", torch.float32, shape)
+            names.add(f"{layer}.{part}.scales")
+    if f"{layer}.bias" in tensors:
+        kinds = torch.float32, getattr(torch, manifest.dtype)
+        check_tensor(tensors, f"{layer}.bias", kinds[tensors[f"{layer}.bias"].dtype == kinds[1]], (rows,))
+        names.add(f"{layer}.bias")
+    return names
+
+
+def check_tensor(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype, shape: tuple[int | None, ...]) -> None:
+    """Checks that a tensor is there, has a dtype and a shape (None: any size), and holds finite numbers alone."""
+    require(name in tensors, f"lacks the tensor {name}")
+    tensor = tensors[name]
+    fits = tensor.ndim == len(shape) and all(size in (None, own) for size, own in zip(shape, tensor.shape, strict=True))
+    require(tensor.dtype == dtype and fits, f"has a tensor {name} of {tensor.dtype} and shape {tuple(tensor.shape)}")
+    if tensor.is_floating_point():
+        finite = all(bool(part.float().isfinite().all()) for part in tensor.flatten().split(BLOCK))
+        require(finite, f"has numbers in {name} that are not finite")
+
+
+def check_positions(positions: Tensor, offsets: list[int], columns: int) -> None:
+    """Checks that each head's positions grow and lie inside the context."""
+    require(bool(((positions >= 0) & (positions < columns)).all()), "has positions outside of its context")
+    grows = positions.diff() > 0
+    grows[[start - 1 for start in offsets[1:-1] if 0 < start < len(positions)]] = True
+    require(bool(grows.all()), "has positions that do not grow")
+
+
+def check_sums(manifest: Manifest, cache: RaggedCache) -> None:
+    """Checks that the recorded pairs and bytes are those of the cache."""
+    shape, of_prefix = manifest.shape, cache.pairs_of_prefix(manifest.prefix)
+    numbers = shape["layers"] * shape["heads"] * (manifest.prefix + manifest.tokens) * 2 * shape["head_dim"]
+    sums = {
+        "pairs": cache.pairs - (of_prefix if manifest.prefix_policy == "free" else 0), "pairs_of_prefix": of_prefix,
+        "pairs_held": cache.pairs, "bytes_full": numbers * cache.layers[0].dtype.itemsize, "bytes_held": cache.nbytes,
+    }  # fmt: skip
+    for name, value in sums.items():
+        recorded = getattr(manifest, name)
+        require(recorded == value, f"records {name.replace('_', ' ')} as {recorded:,} and has {value:,}")
