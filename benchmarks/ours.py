@@ -7,7 +7,7 @@ import transformers
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv._version import __version__
+from restorekv import __version__
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.compressor import compress
 from restorekv.compression.context import CompressedContext

@@ -53,6 +53,7 @@ class Work:
             self.add(f"generate {number}", lambda r=ready: r.generate(QUESTIONS[0], max_new_tokens=TOKENS))
             self.add(f"load {number}", lambda n=number: self.load(self.folder / f"{n}.rkv"))
             self.add(f"save {number}", lambda r=ready: self.save(r))
+            self.add(f"fail {number}", lambda t=TEXTS[number]: self.fail(t))
 
     def add(self, name: str, job: Callable[[], str]) -> None:
         self.jobs[name] = job
@@ -65,6 +66,21 @@ class Work:
     def compress(self, text: str, evictor: str, adapter: str | None) -> str:
         compressed = self.made(text, evictor, adapter)
         return f"{digest(compressed)} {compressed.ask(QUESTIONS[0], TOKENS)}"
+
+    def fail(self, text: str) -> str:
+        """Ends a compression in its middle, as Ctrl-C or a full memory would; the others must not notice."""
+        seen = []
+
+        def stop(phase: str) -> None:
+            seen.append(phase)
+            if len(seen) == 2:
+                raise MemoryError(phase)
+
+        try:
+            compress(self.model, self.tokenizer, text, evictor="kvzip", ratio=0.3, progress=stop)
+        except MemoryError as error:
+            return f"stopped at {error}"
+        return f"never stopped: {seen}"
 
     def load(self, path: Path) -> str:
         loaded = CompressedContext.load(path, self.model, self.tokenizer)

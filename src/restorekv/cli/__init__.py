@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from restorekv._version import __version__
+from restorekv import __version__
 from restorekv.cli.errors import UsageError, print_error, report_error, show_warnings, usage_message
 
 USE, MEASURE, TRAIN = "Use", "Measure", "Train"

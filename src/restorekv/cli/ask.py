@@ -11,9 +11,10 @@ from rich.text import Text
 from restorekv.cli import options
 from restorekv.cli.session import open_model, output, phase
 from restorekv.compression.context import CompressedContext, ask_many
-from restorekv.compression.context_file import read, read_key
+from restorekv.compression.context_file import read
 from restorekv.errors import RestoreKVError
 from restorekv.files import check_target, write_json
+from restorekv.seal import read_key
 
 
 def run(

@@ -14,10 +14,10 @@ from restorekv.cli.session import figures_table, method_of, notes, open_model, o
 from restorekv.compression.budget import exact_ratio
 from restorekv.compression.compressor import chosen_evictor, compress, make_compressor
 from restorekv.compression.context import CompressedContext, size
-from restorekv.compression.context_file import read_key
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import BudgetError
 from restorekv.files import check_target, write_json
+from restorekv.seal import read_key
 
 
 def run(

@@ -14,12 +14,12 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.cli import options
 from restorekv.cli.session import figures_table, method_of, output
 from restorekv.compression.context import size
-from restorekv.compression.context_file import read_key
 from restorekv.errors import ModelError
 from restorekv.evaluation.survivors import Survivors, check_format, save_plot
 from restorekv.files import check_target, write_json
 from restorekv.model.load import BUNDLED, load_tokenizer
 from restorekv.model.prompt import template_hash
+from restorekv.seal import read_key
 
 SHADES = " ░▒▓█"
 STEPS = " ▁▂▃▄▅▆▇█"

@@ -21,8 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv import evictors, spec
-from restorekv._version import __version__
+from restorekv import __version__, evictors, spec
 from restorekv.cache import quantized
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.attention_matching.method import AttentionMatching

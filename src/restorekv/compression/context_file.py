@@ -1,19 +1,15 @@
 """A compressed cache as one safetensors file: tensors, and in its header every convention it was made with.
 
-The header's `checksum` is the SHA-256 of the whole file with that field zeroed, so one altered byte anywhere,
-header included, is noticed. A file that is sealed with a key has a `signature` too, the HMAC of that checksum. Files
-are written beside the target and moved into place when complete, and are read once: what was checked is what is used.
+Files are sealed (see seal.py), written beside the target and moved into place when complete, and read once: what was
+checked is what is used.
 """
 
-import hashlib
-import hmac
 import json
 import os
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -22,15 +18,13 @@ from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.compression.budget import from_file, to_file
 from restorekv.compression.context_checks import ContradictionError, check_manifest, check_sums, check_tensors
 from restorekv.errors import CacheFileError, RestoreKVError
-from restorekv.files import open_tensors, parse_json, read_bytes, read_tensor_bytes, replacing
+from restorekv.files import open_tensors, parse_json, read_tensor_bytes, replacing
 from restorekv.model.prompt import Context
+from restorekv.seal import check_seal, read_key, sealed
 
 FORMAT = "restorekv-cache"
 VERSION = 3
 READ = ("2", "3")  # versions that are read
-BLANK = "0" * 64
-BLANK_SIGNATURE = "f" * 64
-SHORTEST_KEY = 16  # bytes
 
 
 @dataclass(frozen=True)
@@ -105,43 +99,18 @@ def write(path: str | Path, cache: RaggedCache, context: Context, manifest: Mani
 
 def encoded(cache: RaggedCache, context: Context, manifest: Manifest, key: bytes | None = None) -> bytes:
     """Returns the bytes of the whole file."""
-    metadata = {
-        "format": FORMAT,
-        "version": str(VERSION),
-        "checksum": BLANK,
-        "manifest": json.dumps({**manifest.described(), "suffix_text": context.suffix_text}),
-        **({"signature": BLANK_SIGNATURE} if key else {}),
-    }
-    payload = safetensors.torch.save(pack(cache, context), metadata)
-    digest = hashlib.sha256(payload).hexdigest()
-    if key:
-        payload = payload.replace(BLANK_SIGNATURE.encode(), signature(key, digest).encode(), 1)
-    return payload.replace(BLANK.encode(), digest.encode(), 1)
-
-
-def read_key(path: Path | None = None) -> bytes | None:
-    """Returns the key in a file, or else in RESTOREKV_KEY, or None."""
-    if path is None and "RESTOREKV_KEY" not in os.environ:
-        return None
-    key = read_bytes(path, str(path)) if path else os.environ["RESTOREKV_KEY"].encode()
-    if len(key.strip()) < SHORTEST_KEY:
-        source = path or "RESTOREKV_KEY"
-        raise CacheFileError(f"The key in {source} has fewer than {SHORTEST_KEY} bytes; make one with openssl rand.")
-    return key.strip()
-
-
-def signature(key: bytes, digest: str) -> str:
-    """Returns the HMAC-SHA256, in hexadecimal, of a file's digest."""
-    return hmac.new(key, f"{FORMAT} {digest}".encode(), "sha256").hexdigest()
+    described = json.dumps({**manifest.described(), "suffix_text": context.suffix_text})
+    return sealed(pack(cache, context), {"format": FORMAT, "version": str(VERSION), "manifest": described}, key)
 
 
 def read(path: str | Path, key: bytes | None = None) -> CacheFile:
     """Reads what `write` wrote, once, and refuses anything else; with a key, also a file that it did not sign."""
-    what, key = str(path), key or read_key()
+    what = str(path)
     try:
         raw = read_tensor_bytes(Path(path), what)
         metadata, tensors = open_tensors(raw, what)
-        check_seal(raw, metadata, what, key)
+        check_format(metadata, what)
+        check_seal(raw, metadata, what, key or read_key())
         del raw
         entries = parse_json(str(metadata.get("manifest")), what)
         if not isinstance(entries, dict) or not isinstance(suffix_text := entries.pop("suffix_text", None), str):
@@ -163,8 +132,8 @@ def read(path: str | Path, key: bytes | None = None) -> CacheFile:
     return stored
 
 
-def check_seal(raw: bytes, metadata: dict[str, str], what: str, key: bytes | None) -> None:
-    """Refuses another format, an altered file and, with a key, a file without its signature."""
+def check_format(metadata: dict[str, str], what: str) -> None:
+    """Refuses files of other kinds and versions."""
     if metadata.get("format") != FORMAT:
         raise CacheFileError(f"{what} is a safetensors file but not a restorekv cache; give a file made by compress.")
     if metadata.get("version") not in READ:
@@ -172,18 +141,6 @@ def check_seal(raw: bytes, metadata: dict[str, str], what: str, key: bytes | Non
             f"{what} has format version {metadata.get('version')!r}, this restorekv reads {' and '.join(READ)}; "
             "compress the context again."
         )
-    checksum, signed = metadata.get("checksum", ""), metadata.get("signature", "")
-    end = 8 + int.from_bytes(raw[:8], "little")
-    start = raw[:end].replace(checksum.encode(), BLANK.encode(), 1)
-    if signed:
-        start = start.replace(signed.encode(), BLANK_SIGNATURE.encode(), 1)
-    digest = hashlib.sha256(start)
-    digest.update(memoryview(raw)[end:])
-    if digest.hexdigest() != checksum:
-        raise CacheFileError(f"{what} is damaged, its checksum does not match; compress the context again.")
-    if key and not hmac.compare_digest(signature(key, checksum).encode(), signed.encode()):
-        how = "was signed with another key" if signed else "is not signed"
-        raise CacheFileError(f"{what} {how}; ask who made it, or compress the context again.")
 
 
 def known_manifest(entries: dict, what: str) -> Manifest:

@@ -16,7 +16,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv._version import __version__
+from restorekv import __version__
 from restorekv.errors import RestoreKVError
 from restorekv.files import write_json
 from restorekv.model.load import model_fingerprint, model_name, rope_fingerprint

@@ -18,7 +18,7 @@ from typing import TypeAlias
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from restorekv._version import __version__
+from restorekv import __version__
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import draw, tables
 from restorekv.evaluation.charts import Chart

@@ -1,0 +1,63 @@
+"""What tells an intact file from an altered one, and with a key our own from a stranger's.
+
+The metadata of a sealed safetensors file has a `checksum`, the SHA-256 of the whole file with that field zeroed, so one
+altered byte anywhere, header included, is noticed. A file that is sealed with a key also has a `signature`, the
+HMAC-SHA256 of that checksum.
+"""
+
+import hashlib
+import hmac
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import safetensors.torch
+from torch import Tensor
+
+from restorekv.errors import RestoreKVError
+from restorekv.files import read_bytes
+
+BLANK, BLANK_SIGNATURE = "0" * 64, "f" * 64
+SHORTEST_KEY = 16  # bytes
+
+
+def sealed(tensors: dict[str, Tensor], metadata: Mapping[str, str], key: bytes | None = None) -> bytes:
+    """Returns the bytes of a sealed safetensors file whose metadata has a `format`."""
+    blanks = {"checksum": BLANK, **({"signature": BLANK_SIGNATURE} if key else {})}
+    payload = safetensors.torch.save(tensors, {**metadata, **blanks})
+    digest = hashlib.sha256(payload).hexdigest()
+    if key:
+        payload = payload.replace(BLANK_SIGNATURE.encode(), signature(key, metadata["format"], digest).encode(), 1)
+    return payload.replace(BLANK.encode(), digest.encode(), 1)
+
+
+def check_seal(raw: bytes, metadata: Mapping[str, str], what: str, key: bytes | None = None) -> None:
+    """Refuses an altered file and, with a key, a file that was not signed with it; `what` begins the sentence."""
+    checksum, signed = metadata.get("checksum", ""), metadata.get("signature", "")
+    end = 8 + int.from_bytes(raw[:8], "little")
+    start = raw[:end].replace(checksum.encode(), BLANK.encode(), 1)
+    if signed:
+        start = start.replace(signed.encode(), BLANK_SIGNATURE.encode(), 1)
+    digest = hashlib.sha256(start)
+    digest.update(memoryview(raw)[end:])
+    if digest.hexdigest() != checksum:
+        raise RestoreKVError(f"{what} is damaged, its checksum does not match; fetch or make it again.")
+    if key and not hmac.compare_digest(signature(key, metadata["format"], checksum).encode(), signed.encode()):
+        how = "was signed with another key" if signed else "is not signed"
+        raise RestoreKVError(f"{what} {how}; ask who made it, or make it again.")
+
+
+def signature(key: bytes, kind: str, digest: str) -> str:
+    """Returns the HMAC-SHA256, in hexadecimal, of a file's format and checksum."""
+    return hmac.new(key, f"{kind} {digest}".encode(), "sha256").hexdigest()
+
+
+def read_key(path: Path | None = None) -> bytes | None:
+    """Returns the key in a file, or else in RESTOREKV_KEY, or None."""
+    if path is None and "RESTOREKV_KEY" not in os.environ:
+        return None
+    key = read_bytes(path, str(path)) if path else os.environ["RESTOREKV_KEY"].encode()
+    if len(key.strip()) < SHORTEST_KEY:
+        source = path or "RESTOREKV_KEY"
+        raise RestoreKVError(f"The key in {source} has fewer than {SHORTEST_KEY} bytes; make one with openssl rand.")
+    return key.strip()

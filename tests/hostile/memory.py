@@ -1,0 +1,60 @@
+"""The campaign of memory: `python -m tests.hostile.memory --count 300`.
+
+One process compresses, saves, loads and asks again and again, with every evictor in turn; what it holds is printed, and
+must stop growing after the first quarter.
+"""
+
+import argparse
+import ctypes
+import gc
+import resource
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+
+from restorekv import CompressedContext, compress, load_model
+from restorekv.evictors import EVICTORS
+
+TEXT = "The {0} house belongs to number {0}. The code of the {0} house is {1}. "
+SPARE = 24 << 20  # bytes that the allocator may keep
+
+
+def held() -> int:
+    """Bytes of memory of this process, after everything that can be given back was."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def run(count: int, folder: Path) -> list[int]:
+    """Bytes held after each of ten parts of the work."""
+    torch.set_num_threads(1)
+    model, tokenizer = load_model("tiny")
+    names, sizes = [name for name in EVICTORS if name != "kvpress"], []
+    for number in range(count):
+        text = "".join(TEXT.format(each, each * 7 + number) for each in range(20))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            small = compress(model, tokenizer, text, evictor=names[number % len(names)], ratio=0.3)
+        small.save(folder / "doc.rkv")
+        CompressedContext.load(folder / "doc.rkv", model, tokenizer).ask([f"Which code is {number}?", "Who?"], 8)
+        if number % (count // 10) == count // 10 - 1:
+            sizes.append(held())
+            print(f"{number + 1:4} of {count}: {sizes[-1] / 2**20:.1f} MB", flush=True)
+    return sizes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=300)
+    with tempfile.TemporaryDirectory(prefix="restorekv-memory-") as name:
+        sizes = run(parser.parse_args().count, Path(name))
+    grown = sizes[-1] - sizes[2]
+    sys.exit(f"memory grew by {grown / 2**20:.1f} MB" if grown > SPARE else 0)
+
+
+if __name__ == "__main__":
+    main()
