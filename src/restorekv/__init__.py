@@ -12,21 +12,23 @@ if TYPE_CHECKING:
     from restorekv.compression.budget import Budget
     from restorekv.compression.compressor import Eviction, compress
     from restorekv.compression.context import CompressedContext, ask_many
+    from restorekv.compression.portable import Portable, load_portable
     from restorekv.compression.prepared import CompressionConfig, PreparedContext
     from restorekv.errors import RestoreKVError, RestoreKVWarning
     from restorekv.model.load import load_model
     from restorekv.restore.adapter import RestoreAdapter
 
 __all__ = [
-    "Budget", "CompressedContext", "CompressionConfig", "Eviction", "PreparedContext", "RestoreAdapter",
-    "RestoreKVError", "RestoreKVWarning", "ask_many", "compress", "load_model",
+    "Budget", "CompressedContext", "CompressionConfig", "Eviction", "Portable", "PreparedContext",
+    "RestoreAdapter", "RestoreKVError", "RestoreKVWarning", "ask_many", "compress", "load_model", "load_portable",
 ]  # fmt: skip
 HOMES = {
     "Budget": "compression.budget", "CompressedContext": "compression.context",
     "CompressionConfig": "compression.prepared", "Eviction": "compression.compressor",
-    "PreparedContext": "compression.prepared", "RestoreAdapter": "restore.adapter", "RestoreKVError": "errors",
+    "Portable": "compression.portable", "PreparedContext": "compression.prepared", "RestoreAdapter": "restore.adapter",
+    "RestoreKVError": "errors",
     "RestoreKVWarning": "errors", "ask_many": "compression.context", "compress": "compression.compressor",
-    "load_model": "model.load",
+    "load_model": "model.load", "load_portable": "compression.portable",
 }  # fmt: skip
 
 

@@ -35,7 +35,7 @@ def run(count: int, folder: Path) -> list[int]:
     model, tokenizer = load_model("tiny")
     names, sizes = [name for name in EVICTORS if name != "kvpress"], []
     for number in range(count):
-        text = "".join(TEXT.format(each, each * 7 + number) for each in range(20))
+        text = "".join(TEXT.format(each, each * 7 + number % 20) for each in range(20))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             small = compress(model, tokenizer, text, evictor=names[number % len(names)], ratio=0.3)

@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.ragged import RaggedCache
-from restorekv.compression import context_file, generate
+from restorekv.compression import context_file, generate, portable
 from restorekv.compression.context_file import CacheFile, Manifest
+from restorekv.compression.portable import Portable
 from restorekv.errors import CacheFileError, RestoreKVError, warn
 from restorekv.model import attention
 from restorekv.model.load import model_fingerprint, rope_fingerprint
@@ -73,6 +74,10 @@ class CompressedContext:
         with torch.no_grad():
             result = self.model.generate(**inputs, past_key_values=self.cache.fork(rows), **options)
         return generate.answer_text(self.tokenizer, result[0, inputs["input_ids"].shape[1] :].tolist(), stops)
+
+    def portable(self) -> Portable:
+        """Returns the cache as an ordinary prefix of m tokens for other engines; needs allocation="per-head"."""
+        return portable.portable(self.model, self.context, self.cache, self.manifest)
 
     def save(self, path: str | Path, key: bytes | None = None) -> None:
         """Writes one safetensors file; the previous one stays if anything goes wrong.
