@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from benchmarks.workload import describe_machine
 from restorekv import tasks
 from restorekv.evaluation.grid import FULL, Cell
-from restorekv.evaluation.measure import describe_machine
 from restorekv.evaluation.report.page import Block, Section
 from restorekv.evaluation.results import Result
 from restorekv.evaluation.rows import CACHE_FIGURES

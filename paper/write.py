@@ -11,6 +11,7 @@ import numpy as np
 from paper import fidelity, plan, record, shown
 from paper.carry_out import Done
 from paper.exhibit import Comparison
+from paper.markdown import markdown
 from paper.plan import Exhibit
 from paper.scores import FAILS, HOLDS, NOISE, Judged, judged, verdict
 from paper.setting import Setting
@@ -49,7 +50,7 @@ def write(exhibits: Sequence[Exhibit], setting: Setting, done: Done, out: Path, 
     title = f"The paper's tables and figures on {the_model(setting)}"
     index = page.write(out / "report", title, sections, intro, SUBTITLE)
     with replacing(index.parent / "paper.md") as path:
-        path.write_text(page.markdown(title, intro, sections), encoding="utf-8")
+        path.write_text(markdown(title, intro, sections), encoding="utf-8")
     finished = [result for result in results.values() if result.done]
     facts = {result.cell.name: result.facts for result in finished}
     figures = {"made_with": with_what, "exhibits": kept, "conventions": facts, "held": record.of_cells(finished)}

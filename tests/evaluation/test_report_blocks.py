@@ -9,10 +9,11 @@ from markupsafe import Markup
 from matplotlib.image import imread
 from rich.console import Console
 
+from paper.markdown import markdown
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import draw
 from restorekv.evaluation.charts import BLUE, MARKERS, SKY, VERMILION, Axis, Bars, Chart, Line, Mark, Panel
-from restorekv.evaluation.report.page import Details, Points, Section, markdown, page, write
+from restorekv.evaluation.report.page import Details, Points, Section, page, write
 from restorekv.evaluation.tables import TableCell, TableRow, gain, number, percent, score, table
 
 LINE = Panel([Line(Mark("line", BLUE, "o"), [0, 1], [0, 1], ([0, 0.5], [0.5, 1]))], title="<title>")

@@ -1,7 +1,7 @@
 """A page of sections as a folder, written whole or not at all: index.html, which stands alone, csv/, svg/ and png/.
 
 A section holds paragraphs, lists, tables and charts. Text is plain and gets escaped; a `Markup` of markupsafe is taken
-as it is. `markdown` makes the same page as Markdown.
+as it is.
 """
 
 from __future__ import annotations
@@ -148,29 +148,3 @@ def write_csv(path: Path, block: Table | Chart) -> None:
         writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)), restval="")
         writer.writeheader()
         writer.writerows(rows)
-
-
-def markdown(title: str, summary: Sequence[str], sections: Sequence[Section]) -> str:
-    """Returns the page as Markdown; its charts are the SVG files beside it."""
-    parts = [f"# {title}", *summary]
-    for section in sections:
-        verdict = f"**{section.verdict.text}**" if section.verdict else ""
-        parts += filter(None, (f"## {section.title}", verdict, section.intro))
-        parts += paragraphs(section.blocks)
-    return "\n\n".join(parts) + "\n"
-
-
-def paragraphs(blocks: Sequence[Block]) -> Iterator[str]:
-    """Yields the Markdown paragraphs of blocks."""
-    for block in blocks:
-        if isinstance(block, Table):
-            yield from filter(None, (f"### {block.title}", tables.markdown(block), block.note))
-        elif isinstance(block, Points):
-            yield "\n".join(f"- {item}" for item in block.items)
-        elif isinstance(block, Details):
-            yield f"### {block.summary}"
-            yield from paragraphs(block.blocks)
-        elif isinstance(block, Chart):
-            yield f"![{block.title}. {block.alt}.]({SVG}/{block.name}.svg)"
-        else:
-            yield str(block)
