@@ -11,7 +11,7 @@ from rich.console import Console
 
 from paper.markdown import markdown
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation import draw
+from restorekv.evaluation import charts, draw
 from restorekv.evaluation.charts import BLUE, MARKERS, SKY, VERMILION, Axis, Bars, Chart, Line, Mark, Panel
 from restorekv.evaluation.report.page import Details, Points, Section, page, write
 from restorekv.evaluation.tables import TableCell, TableRow, gain, number, percent, score, table
@@ -109,7 +109,7 @@ def test_svg_follows_the_page_s_colors_and_keeps_ids_apart():
 
 def test_every_color_has_a_dark_twin():
     html = page("t", [Section("s", blocks=[chart("c")])])
-    for light, dark in draw.DARK.items():
+    for light, dark in charts.DARK.items():
         assert html.count(f"--{light[1:]}: {light};") == 1 and html.count(f"--{light[1:]}: {dark};") == 1
 
 

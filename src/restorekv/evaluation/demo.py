@@ -1,7 +1,5 @@
 """The demo: questions about one held-out document, answered from the full cache and from small ones."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 

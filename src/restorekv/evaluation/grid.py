@@ -1,7 +1,5 @@
 """The cells of an evaluation: what one cell measures, how a grid expands to cells, and which cells share their work."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -9,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
+from typing import Self
 
 from restorekv import tasks
 from restorekv.compression.budget import exact_ratio, from_file, to_file
@@ -52,7 +51,7 @@ class Cell:
     streaming: int = 0
 
     @classmethod
-    def full(cls, **common: object) -> Cell:
+    def full(cls, **common: object) -> Self:
         """Returns the cell of the full cache, which every method of a grid is measured against."""
         return cls(evictor=FULL, ratio="1", **common)
 
@@ -81,7 +80,7 @@ class Cell:
         return to_file({key: value for key, value in fields if key not in ADDED_LATER or value != ADDED_LATER[key]})
 
     @classmethod
-    def from_dict(cls, stored: dict) -> Cell:
+    def from_dict(cls, stored: dict) -> Self:
         """Reads what `to_dict` wrote, in this version or an older one."""
         return cls(**from_file(stored))
 

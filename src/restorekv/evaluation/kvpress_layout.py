@@ -21,8 +21,6 @@ EvaluationConfig refuses. Only RULER's official rows are data_dir "4096"; genera
 Cells of other protocols are left out.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import re

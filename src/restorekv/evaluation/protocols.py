@@ -9,8 +9,6 @@ kvzip      the project's own templates with a task line, kept and not counted; p
            (snu-mllab/KVzip 5d84729: data/wrapper.py, model/{load,template,wrapper}.py)
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

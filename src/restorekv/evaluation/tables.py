@@ -4,10 +4,9 @@ A terminal prints a table as it is (`Table.__rich__`), `markdown` makes its text
 and report/page.html its HTML. The module also holds what the paper calls the methods, and how numbers are written.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rich import table as rich_table
@@ -27,6 +26,17 @@ def name(evictor: str, restored: bool) -> str:
     """Returns what the paper calls a method."""
     base = NAMES.get(evictor, evictor)
     return RESTORED.get(evictor, f"{base} + RestoreKV") if restored else base
+
+
+def evictor_name(spec: str) -> str:
+    """Returns the paper's name, with the evictor's settings."""
+    name, _, settings = spec.partition(":")
+    return NAMES.get(name, name) + (f" ({settings})" if settings else "")
+
+
+def slug(*words: str) -> str:
+    """Joins words to a name for files and ids."""
+    return re.sub(r"[^a-z0-9.]+", "-", "-".join(words).lower().replace("+", "-plus")).strip("-.")
 
 
 @dataclass(frozen=True)
@@ -120,6 +130,21 @@ def table(
     return Table(
         name, title, heads, [row if isinstance(row, TableRow) else TableRow(row) for row in rows], note, data, left
     )
+
+
+def table_of(
+    name: str,
+    title: str,
+    records: Sequence[Mapping],
+    columns: Mapping[str, str | Callable[[Mapping], Value]],
+    note: str = "",
+    left: Collection[int] = (0,),
+) -> Table:
+    """Returns a row for each record; the records go to the CSV file. A column is a key or a function of the record."""
+    rows = [
+        [record[what] if isinstance(what, str) else what(record) for what in columns.values()] for record in records
+    ]
+    return table(name, title, list(columns), rows, note, records, left)
 
 
 def markdown(table: Table) -> str:

@@ -1,7 +1,5 @@
 """A job opened in a process: its model, contexts and adapters, and the answers of its cells."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache

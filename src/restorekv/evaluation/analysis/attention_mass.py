@@ -12,8 +12,6 @@ natural ones are measured, in nats, over layers l and context columns i:
                    K = the columns of `context` that the head holds; heads that hold none are left out
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """What every analysis gets: one document at one ratio with its caches, and the figures of all documents."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property

@@ -3,8 +3,6 @@
 Every measurement is a process of its own, so that no memory that another one freed is used again, uncounted.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -8,8 +8,6 @@
 OUT/efficiency/<label>.json
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

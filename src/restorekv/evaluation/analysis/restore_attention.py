@@ -4,8 +4,6 @@ A restore token's weights in one query head fall in five parts, whose masses add
 `restore` and `itself`; DEFINITIONS says which. `evicted` is 0 where the pass reads the evicted cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -3,8 +3,6 @@
 The backend `frozen` computes the pass; the weights are those of its own blocks, in float64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import groupby

@@ -4,8 +4,6 @@ A section holds paragraphs, lists, tables and charts. Text is plain and gets esc
 as it is.
 """
 
-from __future__ import annotations
-
 import csv
 import os
 import re
@@ -20,7 +18,7 @@ from markupsafe import Markup
 
 from restorekv import __version__
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation import draw, tables
+from restorekv.evaluation import charts, draw, tables
 from restorekv.evaluation.charts import Chart
 from restorekv.evaluation.tables import Table, TableCell
 
@@ -43,7 +41,7 @@ class Details:
     """Blocks that open on a click (in print they are open)."""
 
     summary: str
-    blocks: Sequence[Block]
+    blocks: "Sequence[Block]"
 
 
 Block: TypeAlias = "str | Points | Table | Chart | Details"
@@ -69,7 +67,7 @@ def page(title: str, sections: Sequence[Section], summary: Sequence[str] = (), s
     loader = FileSystemLoader(Path(__file__).parent)
     world = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, finalize=typeset)
     world.globals |= {"kind_of": kind_of, "as_cell": tables.as_cell, "svg": draw.inline}
-    tones = {"light": dict(zip(draw.DARK, draw.DARK, strict=True)), "dark": draw.DARK}
+    tones = {"light": dict(zip(charts.DARK, charts.DARK, strict=True)), "dark": charts.DARK}
     style = world.get_template("page.css").render(
         {theme: " ".join(f"--{name[1:]}: {color};" for name, color in of.items()) for theme, of in tones.items()}
     )
@@ -102,8 +100,8 @@ def write(
         for block in exhibits(sections):
             write_csv(new / "csv" / f"{block.name}.csv", block)
             if isinstance(block, Chart):
-                (new / SVG / f"{block.name}.svg").write_text(draw.svg(block), encoding="utf-8")
-                (new / "png" / f"{block.name}.png").write_bytes(draw.png(block))
+                for ending in (SVG, "png"):
+                    (new / ending / f"{block.name}.{ending}").write_bytes(draw.image(block, ending))
         (new / INDEX).write_text(page(title, sections, summary, subtitle), encoding="utf-8")
         if folder.exists():
             os.replace(folder, Path(temporary) / "old")
