@@ -53,7 +53,6 @@ class Answered:
 
 
 def document(model: str, tokenizer: Tokenizer) -> tasks.Sample:
-    """Returns the document to show, with its questions."""
     if show_for(model) is WORLD:
         drawn = draw("demo 0", "mixed", 1000, 1100, measure(tokenizer))
         by_family = {question.family: question for question in drawn.questions}
@@ -114,7 +113,6 @@ def answers_table(sample: tasks.Sample, tokens: int, found: Sequence[Answered]) 
 
 
 def seconds_table(found: Sequence[Answered]) -> Table:
-    """Returns what each phase took for the document that is shown."""
     phases = [phase for phase in PHASES if any(phase in each.seconds for each in found)]
     rows = [
         [each.title, *(f"{each.seconds[phase]:.2f}" if phase in each.seconds else "" for phase in phases)]

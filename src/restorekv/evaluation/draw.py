@@ -138,7 +138,6 @@ def look(mark: Mark) -> dict[str, object]:
 
 
 def draw(axes: Axes, panel: Panel) -> None:
-    """Fills a pair of axes with what the panel holds."""
     {Bars: _bars, Heat: _heat}.get(type(panel.content), _lines)(axes, panel)
     axes.set(xlabel=panel.x.label, ylabel=panel.y.label)
     if panel.title:
@@ -179,7 +178,6 @@ def _heights(part: Line | Level | Area) -> Sequence[float]:
 
 
 def _scale(axes: Axes, which: str, asked: Axis, values: Sequence[float]) -> None:
-    """Sets scale, limits and ticks of one axis."""
     axis, limit = getattr(axes, f"{which}axis"), getattr(axes, f"set_{which}lim")
     low, high = asked.low, asked.high
     if asked.log:

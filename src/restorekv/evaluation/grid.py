@@ -3,11 +3,11 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 from restorekv import tasks
 from restorekv.compression.budget import exact_ratio, from_file, to_file
@@ -16,6 +16,7 @@ from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import RestoreKVError
 from restorekv.model.load import BUNDLED, bundled_path, canonical
 
+Item = TypeVar("Item")
 FULL = "full"
 SHIPPED = ""  # stands for the adapter that ships for an evictor and a model
 ADDED_LATER = {"storage": "model", "streaming": 0}  # left out of files at these values, so that old cells keep names
@@ -61,7 +62,6 @@ class Cell:
 
     @property
     def value(self) -> float:
-        """The ratio r as a number."""
         return float(exact_ratio(self.ratio))
 
     @property
@@ -174,11 +174,17 @@ class Job:
 
 def jobs(cells: Iterable[Cell]) -> list[Job]:
     """Groups the cells by preparation, in order of appearance; the full cache joins the first evictor's job."""
-    groups: dict[tuple[str, ...], list[Cell]] = {}
-    for cell in dict.fromkeys(cells):
-        groups.setdefault(cell.preparation, []).append(cell)
+    groups = grouped(dict.fromkeys(cells), lambda cell: cell.preparation)
     for key in [key for key in groups if key[-1] == FULL]:
         host = next((other for other in groups if other[:-1] == key[:-1] and other != key), None)
         if host:
             groups[host] += groups.pop(key)  # last, so that the cells that share the scores are charged their time
     return [Job(tuple(members)) for members in groups.values()]
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Hashable]) -> dict[Hashable, list[Item]]:
+    """Returns the items of every key, both in order of appearance."""
+    groups: dict[Hashable, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups

@@ -52,7 +52,6 @@ def serve(job_file: str, measure: Callable[[dict], dict]) -> None:
 
 
 def processor() -> str:
-    """Returns the processor's name and its number of cores."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))

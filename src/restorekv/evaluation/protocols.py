@@ -157,7 +157,6 @@ PROTOCOLS: dict[str, Protocol] = {"kvpress": KVPress(), "kvzip": KVzipOwn()}
 
 
 def make(name: str) -> Protocol:
-    """Returns the protocol of that name."""
     if name not in PROTOCOLS:
         raise RestoreKVError(f"There is no protocol {name!r}; use {' or '.join(PROTOCOLS)}.")
     return PROTOCOLS[name]

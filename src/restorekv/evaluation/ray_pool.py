@@ -51,7 +51,6 @@ class RayWorker(LocalPool):
         return opened, [str(each.message) for each in caught if issubclass(each.category, RestoreKVWarning)]
 
     def ask(self, job: Job, sample: str, cells: Sequence[Cell]) -> list[Line]:
-        """Answers one context."""
         return next(self.answers(job, [(sample, cells)]))
 
 

@@ -121,7 +121,6 @@ def differences(before: dict, now: dict) -> str:
 
 
 def read(path: Path) -> Result:
-    """Reads a cell's folder."""
     try:
         stored = json.loads((path / CELL).read_text(encoding="utf-8"))
         return Result(path, Cell.from_dict(stored["cell"]), stored["facts"])

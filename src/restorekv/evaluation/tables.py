@@ -103,7 +103,6 @@ class Table:
         return [" ".join(dict.fromkeys(filter(None, texts))) for texts in zip(*spread, strict=True)]
 
     def __rich__(self) -> rich_table.Table:
-        """Renders the table for a terminal."""
         shown = rich_table.Table(title=Text(self.title), caption=Text(self.note), title_justify="left", min_width=72)
         for index, title in enumerate(self.titles):
             justify = "left" if index in self.left else "right"
@@ -164,7 +163,6 @@ def _marked(cell: TableCell, strong: bool) -> str:
 
 
 def records(table: Table) -> Sequence[Mapping[str, object]]:
-    """Returns the rows of the CSV file."""
     return table.data or [
         dict(zip(table.titles, (as_cell(value).plain for value in row.cells), strict=True)) for row in table.rows
     ]

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
-from restorekv.evaluation.analysis.case import FULL, Case, DocumentFigures, plain
-from restorekv.evaluation.analysis.watch import watching
+from restorekv.evaluation.analysis.case import FULL, Case, DocumentFigures, plain, watching
 from restorekv.model.shape import decoder
 
 PARTS = ("context", "sinks", "restore", "question")

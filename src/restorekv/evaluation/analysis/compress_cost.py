@@ -68,7 +68,6 @@ def measure_compression(job: dict) -> dict:
 def compress(
     eviction: Eviction, model: PreTrainedModel, tokenizer: Tokenizer, context: Context, ratio: float | str
 ) -> dict[str, float]:
-    """Compresses the context once and returns seconds by phase."""
     prepared = eviction.prepare(model, tokenizer, context)
     seconds = dict(prepared.seconds)
     with torch.no_grad(), timed(seconds, "evict"):

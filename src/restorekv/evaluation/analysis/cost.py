@@ -138,7 +138,6 @@ def compression_apart(
 
 
 def overhead(base: dict, restored: dict) -> dict:
-    """Returns what the restore pass adds to a scorer's compression."""
     took, peak = restored["seconds"]["restore"], None
     if base["peak"] and restored["peak"] is not None:
         peak = restored["peak"] - base["peak"]

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from restorekv.cache.ragged import RaggedLayer
-from restorekv.evaluation.analysis.case import BINS, RESTORED, Case, DocumentFigures, plain
-from restorekv.evaluation.analysis.watch import watching
+from restorekv.evaluation.analysis.case import BINS, RESTORED, Case, DocumentFigures, plain, watching
 
 PARTS = ("kept", "evicted", "sinks", "restore", "itself")
 EXAMPLES, TOP = 3, 8  # documents whose tokens are listed, tokens listed of each

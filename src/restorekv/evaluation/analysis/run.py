@@ -65,7 +65,6 @@ class Journal:
         return self.path.with_name(f"{self.path.name}.jsonl")
 
     def lines(self) -> dict[str, dict]:
-        """Returns the lines by document."""
         return {line["document"]: line for line in list(complete_lines(self.lines_path))[1:]}
 
     def add(self, sample: Sample, figures: dict) -> None:
@@ -138,7 +137,6 @@ def analyze(
 def settings_of(
     eviction: Eviction, model: PreTrainedModel, protocol: Protocol, benchmark: Benchmark, samples: Sequence[Sample]
 ) -> dict:
-    """Returns everything that decides the figures of a document."""
     return {
         **provenance(model, eviction.conventions),
         "evictor": eviction.evictor.spec,

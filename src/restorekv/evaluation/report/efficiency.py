@@ -51,7 +51,6 @@ def compression(found: Mapping) -> Chart:
 
 
 def costs(found: Mapping) -> Table:
-    """Returns what the restore pass adds."""
     rows = {(row["evictor"], row["restored"]): row for row in found["compression"]}
     data = [
         {

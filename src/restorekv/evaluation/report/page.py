@@ -83,7 +83,6 @@ def typeset(value: object) -> object:
 
 
 def kind_of(block: Block) -> str:
-    """Returns which part of page.html shows the block."""
     return type(block).__name__.lower() if isinstance(block, (Table, Chart, Points, Details)) else "text"
 
 

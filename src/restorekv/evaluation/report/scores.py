@@ -4,9 +4,10 @@ Every figure of a table is a column's score: that of one condition at one ratio,
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from restorekv.evaluation import tables
+from restorekv.evaluation.grid import grouped
 from restorekv.evaluation.report.page import Details, Section
 from restorekv.evaluation.report.runs import FULL_CACHE, Condition, Run, model_name
 from restorekv.evaluation.rows import SeedPool
@@ -52,10 +53,7 @@ def count(scores: Sequence[Mapping[str, float]]) -> str:
 
 def section(run: Run) -> list[Section]:
     """Returns a table for every model and protocol, and behind a click those by group of tasks and by task."""
-    together: dict[tuple, list[Condition]] = {}
-    for condition in run.conditions:
-        key = (condition.model, condition.dtype, condition.protocol, condition.prefix_policy, condition.max_context)
-        together.setdefault(key, []).append(condition)
+    together = grouped(run.conditions, lambda condition: replace(condition, benchmark=""))
     blocks: list[Table | Details] = []
     for conditions in together.values():
         model, controls = model_name(conditions[0].model), run.controls(conditions[0])
