@@ -22,7 +22,7 @@ from restorekv.evaluation.report import page
 from restorekv.evaluation.report.page import Block, Points, Section
 from restorekv.evaluation.results import Result
 from restorekv.evaluation.stats import resamples
-from restorekv.evaluation.tables import Table, name, table
+from restorekv.evaluation.tables import Table, name
 from restorekv.files import replacing, write_json
 
 SUBTITLE = "arXiv 2608.01247, table by table, beside the paper's own figures"
@@ -135,7 +135,7 @@ def timed(exhibit: Comparison, took: Mapping[str, Mapping[str, float]]) -> Table
         "Taken while the grid ran, so other work on the machine counts."
     )
     head = ["method", "seconds a context, here", "seconds, paper"]
-    return table(f"{exhibit.name}-seconds", "Seconds to make a cache", head, lines, note)
+    return Table(f"{exhibit.name}-seconds", "Seconds to make a cache", head, lines, note)
 
 
 def introduction(setting: Setting, results: Mapping[Cell, Result], claims: Sequence[Judged]) -> list[str]:

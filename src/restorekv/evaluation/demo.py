@@ -12,7 +12,7 @@ from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.compressor import Eviction, load_adapter
 from restorekv.compression.generate import ask
 from restorekv.compression.prepared import ScoredContext, timed
-from restorekv.evaluation.tables import Table, TableRow, name, table
+from restorekv.evaluation.tables import Table, TableRow, name
 from restorekv.model.load import BUNDLED
 from restorekv.tasks.bundled import question_of
 from restorekv.tiny.suite import draw, measure
@@ -109,7 +109,7 @@ def answers_table(sample: tasks.Sample, tokens: int, found: Sequence[Answered]) 
         true = str(question.facts.get("target", "")) or " / ".join(dict.fromkeys(question.answers))
         rows += [TableRow(["question", "", asked], strong=True, rule=number > 0), TableRow(["true", "", true])]
         rows += [TableRow([each.title, f"{each.nbytes:,}", " ".join(each.answers[number].split())]) for each in found]
-    return table("answers", f"One document of {tokens} tokens", ["cache", "bytes held", "answer"], rows, left=(0, 2))
+    return Table("answers", f"One document of {tokens} tokens", ["cache", "bytes held", "answer"], rows, left=(0, 2))
 
 
 def seconds_table(found: Sequence[Answered]) -> Table:
@@ -119,4 +119,4 @@ def seconds_table(found: Sequence[Answered]) -> Table:
         for each in found
     ]
     note = "prefill and score serve every ratio; ask: all questions"
-    return table("seconds", "Seconds of each phase", ["cache", *phases], rows, note)
+    return Table("seconds", "Seconds of each phase", ["cache", *phases], rows, note)

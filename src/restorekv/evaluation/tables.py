@@ -8,6 +8,8 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import Self
 
 from rich import table as rich_table
 from rich.text import Text
@@ -84,17 +86,33 @@ class TableRow:
 class Table:
     """A titled table; `name` becomes the name of its CSV file and its id on a page.
 
-    `head` has one row or several; the columns in `left` hold words. `data` are the rows of the CSV file, with figures
-    unrounded; without it, the CSV file holds the texts.
+    `head` has one row or several, and plain rows become TableRows; the columns in `left` hold words. `data` are the
+    rows of the CSV file, with figures unrounded; without it, the CSV file holds the texts.
     """
 
     name: str
     title: str
-    head: Sequence[Sequence[TableCell | str]]
-    rows: Sequence[TableRow]
+    head: Sequence[TableCell | str] | Sequence[Sequence[TableCell | str]]
+    rows: Sequence[TableRow | Sequence[Value]]
     note: str = ""
     data: Sequence[Mapping[str, object]] = ()
     left: Collection[int] = (0,)
+
+    def __post_init__(self) -> None:
+        if self.head and isinstance(self.head[0], (TableCell, str)):
+            object.__setattr__(self, "head", [self.head])
+        rows = [row if isinstance(row, TableRow) else TableRow(row) for row in self.rows]
+        object.__setattr__(self, "rows", rows)
+
+    @classmethod
+    def of(
+        cls, name: str, title: str, records: Sequence[Mapping],
+        columns: Mapping[str, str | Callable[[Mapping], Value]], note: str = "", left: Collection[int] = (0,),
+    ) -> Self:  # fmt: skip
+        """Returns a table with a row for each record, which goes to the CSV file; a column is a key or a function."""
+        shows = [itemgetter(what) if isinstance(what, str) else what for what in columns.values()]
+        rows = [[show(record) for show in shows] for record in records]
+        return cls(name, title, list(columns), rows, note, records, left)
 
     @property
     def titles(self) -> list[str]:
@@ -113,37 +131,6 @@ class Table:
             ]
             shown.add_row(*cells, style="bold" if row.strong else None, end_section=bool(following and following.rule))
         return shown
-
-
-def table(
-    name: str,
-    title: str,
-    head: Sequence[TableCell | str] | Sequence[Sequence[TableCell | str]],
-    rows: Sequence[TableRow | Sequence[Value]],
-    note: str = "",
-    data: Sequence[Mapping[str, object]] = (),
-    left: Collection[int] = (0,),
-) -> Table:
-    """Returns a Table from plain lists; `head` may be a single row."""
-    heads = [head] if head and isinstance(head[0], (TableCell, str)) else head
-    return Table(
-        name, title, heads, [row if isinstance(row, TableRow) else TableRow(row) for row in rows], note, data, left
-    )
-
-
-def table_of(
-    name: str,
-    title: str,
-    records: Sequence[Mapping],
-    columns: Mapping[str, str | Callable[[Mapping], Value]],
-    note: str = "",
-    left: Collection[int] = (0,),
-) -> Table:
-    """Returns a row for each record; the records go to the CSV file. A column is a key or a function of the record."""
-    rows = [
-        [record[what] if isinstance(what, str) else what(record) for what in columns.values()] for record in records
-    ]
-    return table(name, title, list(columns), rows, note, records, left)
 
 
 def markdown(table: Table) -> str:

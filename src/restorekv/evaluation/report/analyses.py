@@ -13,7 +13,7 @@ from restorekv.evaluation.charts import Axis, Chart, Mark, Panel
 from restorekv.evaluation.report.kept import flat, shown
 from restorekv.evaluation.report.page import Block, Details, Points, Section
 from restorekv.evaluation.survivors import heads_panel, layers_panel, positions_panel
-from restorekv.evaluation.tables import ABSENT, TableCell, between, number, percent, slug, table, table_of
+from restorekv.evaluation.tables import ABSENT, Table, TableCell, between, number, percent, slug
 
 FOLDER = "analysis"
 BASE = Mark("base alone", charts.VERMILION, "o", dashed=True, hollow=True)
@@ -122,7 +122,7 @@ def attention(analysis: Analysis, figures: Mapping, heading: str, name: str) -> 
         "defined); 95 % bootstrap intervals over contexts."
     )
     data = [{"cache": cache, **numbers(found)} for cache, found in caches.items()]
-    yield table_of(f"{name}-averages", f"Attention in numbers: {heading}", data, columns, note)
+    yield Table.of(f"{name}-averages", f"Attention in numbers: {heading}", data, columns, note)
 
 
 def numbers(figures: Analysis) -> dict[str, object]:
@@ -163,7 +163,7 @@ def divergence(analysis: Analysis, figures: Mapping, heading: str, name: str) ->
         "same likeliest token": lambda row: percent(row["agreement"]),
     }
     note = "KL in nats, with 95 % bootstrap intervals over contexts; 0 is the full cache's own distribution."
-    yield table_of(name, f"Next-token distributions: {heading}", data, columns, note, left=(0, 1))
+    yield Table.of(name, f"Next-token distributions: {heading}", data, columns, note, left=(0, 1))
 
 
 def survivors(analysis: Analysis, figures: Mapping, heading: str, name: str) -> Iterator[Block]:
@@ -202,7 +202,7 @@ def survivors(analysis: Analysis, figures: Mapping, heading: str, name: str) -> 
         "of their pairs kept": lambda row: percent(row["kept"]),
         "of all held pairs": lambda row: percent(row["held"]),
     }
-    yield table_of(f"{name}-kinds", f"Kinds of tokens that survive: {heading}", data, columns, note, left=(0, 1))
+    yield Table.of(f"{name}-kinds", f"Kinds of tokens that survive: {heading}", data, columns, note, left=(0, 1))
 
 
 def restore_attention(analysis: Analysis, figures: Mapping, heading: str, name: str) -> Iterator[Block]:
@@ -230,7 +230,7 @@ def restore_attention(analysis: Analysis, figures: Mapping, heading: str, name: 
         document = str(example["document"])
         title = f"Context {document}: what restore tokens attend to most, {heading}"
         head = ["restore token", "tokens of the context, with the share of its attention on the context"]
-        yield Details(title, [table(slug(name, "context", document), title, head, rows, "", data, left=(0, 1))])
+        yield Details(title, [Table(slug(name, "context", document), title, head, rows, "", data, left=(0, 1))])
 
 
 KINDS = {

@@ -7,7 +7,7 @@ from restorekv.evaluation import charts
 from restorekv.evaluation.charts import Axis, Chart, Line, Mark, Panel
 from restorekv.evaluation.report.analyses import BASE, RESTORED, explained, read
 from restorekv.evaluation.report.page import Block, Section
-from restorekv.evaluation.tables import UNKNOWN, Table, evictor_name, number, percent, slug, table_of
+from restorekv.evaluation.tables import UNKNOWN, Table, evictor_name, number, percent, slug
 
 FOLDER = "efficiency"
 PHASES = {
@@ -74,7 +74,7 @@ def costs(found: Mapping) -> Table:
         "costs what a trained one does."
     )
     title = f"What the restore pass adds: {found['label']}"
-    return table_of(slug("efficiency", found["name"], "cost"), title, data, columns, note, left=(0, 1))
+    return Table.of(slug("efficiency", found["name"], "cost"), title, data, columns, note, left=(0, 1))
 
 
 def megabytes(size: float | None) -> str:

@@ -10,7 +10,7 @@ from restorekv.evaluation import protocols
 from restorekv.evaluation.report.page import Details, Section
 from restorekv.evaluation.report.runs import Condition, Run, model_name
 from restorekv.evaluation.rows import SeedPool
-from restorekv.evaluation.tables import ABSENT, Table, TableCell, at, between, number, percent, slug, table, table_of
+from restorekv.evaluation.tables import ABSENT, Table, TableCell, at, between, number, percent, slug
 
 FIDELITY = (
     "How far a compressed cache's predictions are from the full cache's, whatever the references say: the mean "
@@ -46,7 +46,7 @@ def fidelity(run: Run) -> list[Section]:
             labels = map(run.label, run.of(condition))
             rows = [[label, *(shown.get((label, ratio), ABSENT) for ratio in ratios)] for label in labels]
             name, title = slug("fidelity", run.key(condition)), f"{run.condition(condition)}: fidelity"
-            blocks.append(table(name, title, ["method", *map(at, ratios)], rows, FIDELITY_NOTE, data))
+            blocks.append(Table(name, title, ["method", *map(at, ratios)], rows, FIDELITY_NOTE, data))
     return [Section("Fidelity to the full cache", FIDELITY, blocks)] if blocks else []
 
 
@@ -88,7 +88,7 @@ def of_condition(run: Run, condition: Condition) -> Table:
     }
     note = "Means over contexts; below them what that is of the full cache's. Bytes count whatever a cache holds."
     title = f"{run.condition(condition)}: what the caches held"
-    return table_of(slug("kept", run.key(condition)), title, data, columns, note)
+    return Table.of(slug("kept", run.key(condition)), title, data, columns, note)
 
 
 def twins(run: Run) -> Iterator[tuple[Condition, Condition]]:
@@ -121,7 +121,7 @@ def compared(run: Run, one: Condition, other: Condition) -> Table | None:
         "L H (S + T). What else differs between the protocols is below, under conventions."
     )
     title = f"{model_name(one.model)}, {run.benchmark(one)}: pairs held under both protocols"
-    return table_of(slug("protocol-pairs", run.key(one)), title, data, columns, note) if data else None
+    return Table.of(slug("protocol-pairs", run.key(one)), title, data, columns, note) if data else None
 
 
 def sizes(condition: Condition, pools: tuple[SeedPool, ...], ratio: float) -> dict[str, object]:
@@ -153,14 +153,14 @@ def conventions(run: Run) -> list[Section]:
     versions = ", ".join(key.partition(".")[2] for key in differing if key.startswith("versions."))
     intro += f" They were not all made with the same versions of {versions}." if versions else ""
     title, rows = "The same in all cells", [[key, *values(data, key)] for key in common]
-    blocks = [Details(title, [table("conventions", title, ["convention", "value"], rows, "", data, left=(0, 1))])]
+    blocks = [Details(title, [Table("conventions", title, ["convention", "value"], rows, "", data, left=(0, 1))])]
     if differing:
         grids = run.conditions.values()
         facts = [[flat(result.facts) for pool in grid.pools for result in pool.results] for grid in grids]
         rows = [[key, *("; ".join(values(each, key)) for each in facts)] for key in differing]
         head = ["convention", *map(run.condition, run.conditions)]
         title, note = "Where cells differ", "Several values: they differ between the condition's cells."
-        blocks.append(Details(title, [table("differences", title, head, rows, note, left=range(len(head)))]))
+        blocks.append(Details(title, [Table("differences", title, head, rows, note, left=range(len(head)))]))
     return [Section("Conventions and versions", intro, blocks)]
 
 

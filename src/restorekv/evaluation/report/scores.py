@@ -11,7 +11,7 @@ from restorekv.evaluation.grid import grouped
 from restorekv.evaluation.report.page import Details, Section
 from restorekv.evaluation.report.runs import FULL_CACHE, Condition, Run, model_name
 from restorekv.evaluation.rows import SeedPool
-from restorekv.evaluation.tables import ABSENT, Table, TableCell, TableRow, at, number, percent, slug, table, table_of
+from restorekv.evaluation.tables import ABSENT, Table, TableCell, TableRow, at, number, percent, slug
 
 COLUMNS = 12  # of figures side by side
 NOTE = (
@@ -117,7 +117,7 @@ def of_columns(run: Run, columns: Sequence[Column], title: str, name: str) -> Ta
         before = method.evictor
     head = [heads, ["method", *(at(column.ratio) for column in columns)]]
     notes = [NOTE, budgets(same), *dict.fromkeys(grid.left_out for grid in grids)]
-    return table(name, title, head, rows, " ".join(filter(None, notes)), data)
+    return Table(name, title, head, rows, " ".join(filter(None, notes)), data)
 
 
 def figures(
@@ -159,5 +159,5 @@ def metrics(run: Run) -> list[Section]:
             keys = [key for key in data[0] if key not in ("method", "ratio")]
             columns |= {key.replace("_", " "): lambda row, key=key: number(row[key]) for key in keys}
             title = f"{run.condition(condition)}: further metrics, in points"
-            blocks.append(table_of(slug("metrics", run.key(condition)), title, data, columns))
+            blocks.append(Table.of(slug("metrics", run.key(condition)), title, data, columns))
     return [Section("Further metrics", "", blocks)] if blocks else []
