@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from restorekv.evaluation.charts import BLUE, GREEN, NARROW, ORANGE, PURPLE, WIDE, Bars, Chart, Mark, Panel, bars
 from restorekv.evaluation.report.efficiency import PHASES
-from restorekv.evaluation.report.names import evictor_name
-from restorekv.evaluation.tables import MINUS, at
+from restorekv.evaluation.tables import MINUS, at, evictor_name
 
 OURS, KVPRESS = "ours", "kvpress"
 SIDES = {OURS: Mark(OURS, BLUE), KVPRESS: Mark(KVPRESS, ORANGE, hatch="\\\\")}

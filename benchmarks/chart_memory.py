@@ -23,8 +23,7 @@ from restorekv.evaluation.charts import (
     Panel,
 )
 from restorekv.evaluation.report.efficiency import PHASES
-from restorekv.evaluation.report.names import evictor_name
-from restorekv.evaluation.tables import at
+from restorekv.evaluation.tables import at, evictor_name
 
 LINES = {
     "fill": Mark("fill", INK, "o"),

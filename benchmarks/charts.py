@@ -17,7 +17,7 @@ from benchmarks.chart_memory import memory
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import draw
 from restorekv.evaluation.charts import Chart
-from restorekv.evaluation.report.names import slug
+from restorekv.evaluation.tables import slug
 from restorekv.files import replacing
 
 KINDS: dict[frozenset[str], Callable[[Mapping], Chart]] = {
@@ -59,7 +59,7 @@ def pictures(file: Path, png: bool) -> dict[str, bytes]:
     result = read(file)
     try:
         chart = chart_of(file, result)
-        return {".svg": draw.svg(chart).encode()} | ({".png": draw.png(chart)} if png else {})
+        return {f".{ending}": draw.image(chart, ending) for ending in ("svg", *(["png"] if png else []))}
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise RestoreKVError(
             f"{file} does not hold what its chart shows ({type(error).__name__}: {error}); measure again."

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from benchmarks import operations
 from benchmarks.compare import KVPRESS, OURS
 from restorekv.compression.context import size
-from restorekv.evaluation.tables import Table, TableRow, at, table
+from restorekv.evaluation.tables import Table, TableRow, at
 
 
 def tables(result: dict) -> Iterator[Table | str]:
@@ -36,7 +36,7 @@ def of_length(tokens: int, ours: dict, kvpress: dict | None, result: dict) -> Ta
         TableRow([name, *map(show, sides.values())], rule=name.startswith("pairs"))
         for name, show in quantities(r).items()
     ]
-    return table("compare", f"T = {tokens:,} tokens, KVzip, {r}", ["", *sides], rows)
+    return Table("compare", f"T = {tokens:,} tokens, KVzip, {r}", ["", *sides], rows)
 
 
 def floor(tokens: int, ours: dict, kvpress: dict | None, model: dict) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from benchmarks.compare import KVPRESS, OURS
 from restorekv.compression.context import size
-from restorekv.evaluation.tables import Table, at, table
+from restorekv.evaluation.tables import Table, at
 
 
 def tables(result: dict) -> Iterator[Table | str]:
@@ -39,7 +39,7 @@ def times(title: str, rows: list[dict], what: str, rivals: tuple[str, ...], roof
         others = [row[what].get(rival) for rival in rivals]  # the full cache stands for the rectangle of all pairs
         beside = ["" if took is None else f"{took * 1000:.4g} ({took / ours:.2f})" for took in others]
         lines.append([*(f"{value:.4g}" for value in own), *beside])
-    return table(what, title, ["r", *(["roofline"] if roofline else []), "ours", *rivals], lines, left=())
+    return Table(what, title, ["r", *(["roofline"] if roofline else []), "ours", *rivals], lines, left=())
 
 
 def answers(measured: dict) -> str:

@@ -10,8 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.evaluation.measure import describe_machine
-from restorekv.evaluation.workload import SHAPE, save_model, save_tokenizer
+from benchmarks.workload import SHAPE, describe_machine, save_model, save_tokenizer
 from restorekv.model.load import load_model
 
 Measure = Callable[[PreTrainedModel, Tokenizer, str, Path], dict]  # model, tokenizer, title, a folder for its files

@@ -27,10 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.passes import Step, clocked, copying, each
+from benchmarks.workload import describe_machine
 from restorekv.cache.ragged import RaggedLayer
 from restorekv.compression.budget import exact_ratio
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.measure import describe_machine
 from restorekv.model import attention
 from restorekv.model.attention import naive, tiles
 

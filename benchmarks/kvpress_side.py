@@ -13,7 +13,8 @@ from kvpress import KVPressTextGenerationPipeline, KVzipPress
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
 sys.path.append(str(Path(__file__).parents[1] / "src" / "restorekv" / "evaluation"))  # without importing restorekv
-from measure import Peak, TokenTimer, serve, timed
+from measure import Peak, serve
+from timing import TokenTimer, timed
 
 
 class TimedPress(KVzipPress):

@@ -7,7 +7,7 @@ from itertools import pairwise
 from benchmarks import operations
 from restorekv.compression.context import size
 from restorekv.evaluation import tables
-from restorekv.evaluation.tables import Table, at, table
+from restorekv.evaluation.tables import Table, at
 
 
 def markdown(result: dict) -> str:
@@ -39,7 +39,7 @@ def memory_table(mode: str, rows: Sequence[dict]) -> Table:
         over = max(row["peak"] - bound(row), 0)
         whole = row["before"] + row["peak"]
         lines.append([f"{row['tokens']:,}", size(row["full"]), size(bound(row)), *peaks, size(over), size(whole)])
-    return table(f"{mode}-memory", "Memory", [*head, "workspace", "whole process"], lines)
+    return Table(f"{mode}-memory", "Memory", [*head, "workspace", "whole process"], lines)
 
 
 def bound(row: dict) -> int:
@@ -65,7 +65,7 @@ def seconds_table(
         growth = [math.log(more / less) / math.log(late / early) for (less, more), (early, late) in steps]
         lines.append([f"{name}, TFLOP", *(f"{each / 1e12:.2f}" for each in work), listed(growth)])
     head = [f"{mode}: phase, s", *(f"T = {tokens:,}" for tokens in lengths), "exponents"]
-    return table(f"{mode}-seconds", "Seconds", head, lines)
+    return Table(f"{mode}-seconds", "Seconds", head, lines)
 
 
 def listed(exponents: Sequence[float]) -> str:

@@ -7,12 +7,13 @@ import transformers
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from benchmarks.timing import TokenTimer, timed
 from restorekv import __version__
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.compressor import compress
 from restorekv.compression.context import CompressedContext
 from restorekv.compression.generate import greedy
-from restorekv.evaluation.measure import Peak, TokenTimer, serve, timed
+from restorekv.evaluation.measure import Peak, serve
 from restorekv.model.load import load_model
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context

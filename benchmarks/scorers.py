@@ -26,8 +26,8 @@ from restorekv.compression.budget import exact_ratio
 from restorekv.compression.context import size
 from restorekv.compression.prepared import timed
 from restorekv.errors import RestoreKVError
+from restorekv.evaluation.analysis.compress_cost import LEARNED, WARM_UP, random_gate, text_of
 from restorekv.evaluation.measure import Peak
-from restorekv.evaluation.workload import LEARNED, WARM_UP, random_gate, text_of
 from restorekv.evictors import EVICTORS
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import make_context

@@ -18,7 +18,7 @@ from paper.shown import ABSENT
 from restorekv.evaluation.grid import FULL
 from restorekv.evaluation.results import Result
 from restorekv.evaluation.stats import resamples
-from restorekv.evaluation.tables import Table, TableCell, TableRow, between, number, table
+from restorekv.evaluation.tables import Table, TableCell, TableRow, between, number
 
 NOTE = (
     "KL: mean KL(full || cache) in nats over the tokens of the full cache's answers; below it the 95 % interval, or "
@@ -93,7 +93,7 @@ def tables(exhibit: Comparison, setting: Setting, known: Mapping[Asked, Fidelity
     others = {exhibit.rows[row].label for row in exhibit.against.values()}
     note = NOTE.format(against=others.pop() if len(others) == 1 else "its base")
     title = f"{exhibit.title}: {setting.benches[key].shown}, fidelity to the full cache"
-    yield table(f"{exhibit.name}-{key}-fidelity", title, head, lines, note, list(figures(exhibit, known, key)))
+    yield Table(f"{exhibit.name}-{key}-fidelity", title, head, lines, note, list(figures(exhibit, known, key)))
 
 
 def cells(exhibit: Comparison, known: Mapping[Asked, Fidelity], spot: Asked) -> list[TableCell]:

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from benchmarks.workload import describe_machine
 from restorekv import tasks
 from restorekv.evaluation.grid import FULL, Cell
-from restorekv.evaluation.measure import describe_machine
 from restorekv.evaluation.report.page import Block, Section
 from restorekv.evaluation.results import Result
 from restorekv.evaluation.rows import CACHE_FIGURES
 from restorekv.evaluation.stats import LEAST
-from restorekv.evaluation.tables import Table, name, number, score, table
+from restorekv.evaluation.tables import Table, name, number, score
 
 RULE = (
     f"A task on which the full cache scores below {LEAST:g} has nothing to lose: it is asked and shown here, but left "
@@ -46,7 +46,7 @@ def full_cache(done: Mapping[Cell, Result]) -> Table:
                          "counts": counts})  # fmt: skip
     head = ["benchmark", "settings", "task", "questions", "score of the full cache", "in means"]
     note = "Points, 0 to 100; 95 % intervals."
-    return table("full-cache", "The full cache by task", head, rows, note, data, left=(0, 1, 2, 5))
+    return Table("full-cache", "The full cache by task", head, rows, note, data, left=(0, 1, 2, 5))
 
 
 def held(done: Mapping[Cell, Result]) -> Table:
@@ -58,7 +58,7 @@ def held(done: Mapping[Cell, Result]) -> Table:
     rows = [[title, settings, f"{ratio:g}", ", ".join(names), *(f"{size:,.0f}" for size in sizes)]
             for (title, settings, ratio, *sizes), names in groups.items()]  # fmt: skip
     head = ["benchmark", "settings", "r", "methods", "pairs", "with prefix", "bytes"]
-    return table("held", "Held for a context", head, rows, NOTE, left=(0, 1, 3))
+    return Table("held", "Held for a context", head, rows, NOTE, left=(0, 1, 3))
 
 
 def asked(cell: Cell) -> tuple[str, str]:

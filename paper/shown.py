@@ -10,7 +10,7 @@ from paper.setting import Setting
 from restorekv.evaluation.charts import HUES, INK, MARKERS, Axis, Chart, Level, Line, Mark, Panel, ratio_axis
 from restorekv.evaluation.grid import FULL
 from restorekv.evaluation.report.page import Block, Points
-from restorekv.evaluation.tables import UNKNOWN, Table, TableCell, TableRow, between, gain, number, table
+from restorekv.evaluation.tables import UNKNOWN, Table, TableCell, TableRow, between, gain, number
 from restorekv.evaluation.tables import score as score_cell
 
 HERE, PAPER = "here", "paper"
@@ -34,7 +34,7 @@ def tables(exhibit: Comparison, setting: Setting, scores: Scores, benchmark: str
         name = f"{exhibit.name}-{benchmark}" + (f"-{ratio:g}" if ratio else "")
         head, rows = (by_place if ratio else by_row)(exhibit, scores, places)
         notes = " ".join(filter(None, (note(exhibit), left_out(setting, scores, benchmark))))
-        yield table(name, f"{exhibit.title}: {title}", head, rows, notes, list(figures(exhibit, scores, places)))
+        yield Table(name, f"{exhibit.title}: {title}", head, rows, notes, list(figures(exhibit, scores, places)))
 
 
 def note(exhibit: Comparison) -> str:
@@ -160,7 +160,7 @@ def claims(name: str, claims: Sequence[Judged]) -> Table:
         "How far the figures are on the claim's side, in points unless it says otherwise, with a 95 % interval; a "
         "claim is within noise where that holds zero."
     )
-    return table(f"{name}-claims", "Claims", head, rows, note, data, left=(0, 3))
+    return Table(f"{name}-claims", "Claims", head, rows, note, data, left=(0, 3))
 
 
 def in_paper(claim: Judged) -> str:

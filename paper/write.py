@@ -11,6 +11,7 @@ import numpy as np
 from paper import fidelity, plan, record, shown
 from paper.carry_out import Done
 from paper.exhibit import Comparison
+from paper.markdown import markdown
 from paper.plan import Exhibit
 from paper.scores import FAILS, HOLDS, NOISE, Judged, judged, verdict
 from paper.setting import Setting
@@ -21,7 +22,7 @@ from restorekv.evaluation.report import page
 from restorekv.evaluation.report.page import Block, Points, Section
 from restorekv.evaluation.results import Result
 from restorekv.evaluation.stats import resamples
-from restorekv.evaluation.tables import Table, name, table
+from restorekv.evaluation.tables import Table, name
 from restorekv.files import replacing, write_json
 
 SUBTITLE = "arXiv 2608.01247, table by table, beside the paper's own figures"
@@ -49,7 +50,7 @@ def write(exhibits: Sequence[Exhibit], setting: Setting, done: Done, out: Path, 
     title = f"The paper's tables and figures on {the_model(setting)}"
     index = page.write(out / "report", title, sections, intro, SUBTITLE)
     with replacing(index.parent / "paper.md") as path:
-        path.write_text(page.markdown(title, intro, sections), encoding="utf-8")
+        path.write_text(markdown(title, intro, sections), encoding="utf-8")
     finished = [result for result in results.values() if result.done]
     facts = {result.cell.name: result.facts for result in finished}
     figures = {"made_with": with_what, "exhibits": kept, "conventions": facts, "held": record.of_cells(finished)}
@@ -134,7 +135,7 @@ def timed(exhibit: Comparison, took: Mapping[str, Mapping[str, float]]) -> Table
         "Taken while the grid ran, so other work on the machine counts."
     )
     head = ["method", "seconds a context, here", "seconds, paper"]
-    return table(f"{exhibit.name}-seconds", "Seconds to make a cache", head, lines, note)
+    return Table(f"{exhibit.name}-seconds", "Seconds to make a cache", head, lines, note)
 
 
 def introduction(setting: Setting, results: Mapping[Cell, Result], claims: Sequence[Judged]) -> list[str]:

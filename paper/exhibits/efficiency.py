@@ -14,7 +14,7 @@ from restorekv.evaluation.analysis import cost
 from restorekv.evaluation.analysis.run import label_of
 from restorekv.evaluation.report import efficiency as charts
 from restorekv.evaluation.report.page import Block
-from restorekv.evaluation.tables import Table, name, number, table
+from restorekv.evaluation.tables import Table, name, number
 from restorekv.model.load import load_model
 
 LATENCY = {1.0: (0.457, 4.20), 0.05: (0.253, 0.20)}  # r: milliseconds a layer, GB of cache
@@ -76,7 +76,7 @@ def compression(found: dict) -> Table:
     note += f"Peak: {found['definitions']['peak']}."
     drawn = [name(row["evictor"], False) for row in found["compression"] if row["adapter"] == "random"]
     note += f" The adapters of {', '.join(drawn)} have random weights." if drawn else ""
-    return table("efficiency-compression", "(a) Compression with and without the restore pass", head, lines, note)
+    return Table("efficiency-compression", "(a) Compression with and without the restore pass", head, lines, note)
 
 
 def counted(number: int, what: str) -> str:
@@ -97,7 +97,7 @@ def attention(found: dict) -> Table:
     head = ["r", "KVzip, ms", "RestoreKV, ms", "paper, ms", "KVzip, MB", "RestoreKV, MB", "paper, GB"]
     random = found["conventions"]["latency_context"] == "random"
     note = "One layer's attention for one new token." + (" Keys and values are random." if random else "")
-    return table("efficiency-attention", "(b) Attention and memory afterwards", head, lines, note)
+    return Table("efficiency-attention", "(b) Attention and memory afterwards", head, lines, note)
 
 
 def claims(found: dict) -> list[Judged]:

@@ -15,7 +15,7 @@ from paper.study import Study
 from restorekv import tasks
 from restorekv.evaluation.measure import processor
 from restorekv.evaluation.report.page import Block
-from restorekv.evaluation.tables import table
+from restorekv.evaluation.tables import Table
 
 ENVIRONMENT = {
     "GPU": "NVIDIA RTX PRO 6000 Blackwell (96 GB)",
@@ -52,7 +52,7 @@ def machine(setting: Setting, out: Path) -> tuple[list[Block], list[Judged]]:
         "system": platform.platform(), "framework": framework,
     }  # fmt: skip
     lines = [[key, own[key], ENVIRONMENT[key]] for key in ENVIRONMENT]
-    return [table("environment-machine", "Hardware and software", ["", "here", "paper"], lines, left=(0, 1, 2))], []
+    return [Table("environment-machine", "Hardware and software", ["", "here", "paper"], lines, left=(0, 1, 2))], []
 
 
 def measures(setting: Setting, out: Path) -> tuple[list[Block], list[Judged]]:
@@ -63,4 +63,4 @@ def measures(setting: Setting, out: Path) -> tuple[list[Block], list[Judged]]:
         made = [f"{each.title}: {each.described()['metric']}" for each in map(tasks.make, bench.specs)]
         lines.append([bench.title, "; ".join(made), told])
     head = ["benchmark", "here", "paper"]
-    return [table("metrics-benchmarks", "Metrics by benchmark", head, lines, left=(0, 1, 2))], []
+    return [Table("metrics-benchmarks", "Metrics by benchmark", head, lines, left=(0, 1, 2))], []

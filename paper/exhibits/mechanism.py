@@ -21,7 +21,7 @@ from restorekv.evaluation.analysis.run import FOLDER, analyze, label_of
 from restorekv.evaluation.charts import BLUE, INK, SKY, Area, Axis, Chart, Line, Mark, Panel
 from restorekv.evaluation.report.page import Block
 from restorekv.evaluation.results import complete_lines
-from restorekv.evaluation.tables import Table, number, table
+from restorekv.evaluation.tables import Table, number
 from restorekv.model.load import load_model
 from restorekv.tasks import Benchmark
 
@@ -123,7 +123,7 @@ def averages(found: dict, caches: dict, told: dict) -> Table:
     note += found["definitions"]["query"] + "."
     titles = ["context mass, %", "layers below 0.1 %", "KL of the layer profile, nats", "KL of predictions, nats"]
     head = ["cache", *(f"{title}, {whose}" for title in titles for whose in ("here", "paper")), "restore mass, %, here"]
-    return table("mechanism-averages", "Averages over layers", head, lines, note)
+    return Table("mechanism-averages", "Averages over layers", head, lines, note)
 
 
 def pool(out: Path, label: str, kind: str) -> DocumentFigures:

@@ -13,7 +13,7 @@ from paper.study import Study
 from restorekv.data.mixture import read_mixture
 from restorekv.data.table import figures
 from restorekv.evaluation.report.page import Block
-from restorekv.evaluation.tables import table
+from restorekv.evaluation.tables import Table
 from restorekv.model.load import bundled_path
 
 MIXTURE = bundled_path("mixture.json")  # written by recipes/tiny/mixture.py
@@ -41,7 +41,7 @@ def show(setting: Setting, out: Path) -> tuple[Sequence[Block], Sequence[Judged]
     lines = [[row["title"], *(text for key in COLUMNS for text in (f"{row[key]:,.0f}", f"{row['paper'][key]:,}"))]
              for row in rows]  # fmt: skip
     head = ["source", *(f"{key}, {whose}" for key in COLUMNS for whose in ("here", "paper"))]
-    return [table("training-data-sources", "Samples and tokens of their contexts", head, lines)], []
+    return [Table("training-data-sources", "Samples and tokens of their contexts", head, lines)], []
 
 
 def found(setting: Setting) -> list[dict]:

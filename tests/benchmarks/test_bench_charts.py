@@ -17,7 +17,7 @@ from benchmarks.__main__ import execute
 from benchmarks.chart_memory import slope
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import draw
-from restorekv.evaluation.charts import NARROW, Panel
+from restorekv.evaluation.charts import NARROW, STYLE, Panel
 
 MODEL = {"parameters": 596e6, "dtype": "bfloat16", "num_hidden_layers": 28}
 MACHINE = {"processor": "AMD EPYC, 2 cores", "threads": 1}
@@ -159,7 +159,7 @@ def test_no_text_lies_on_another_or_is_cut(kind, monkeypatch):
     texts, draw_text = [], Text.draw
     monkeypatch.setattr(Text, "draw", lambda self, *given: texts.append(self) or draw_text(self, *given))
     result = SHOWN[kind][0] if kind in SHOWN else alone()
-    with rc_context(draw.STYLE):
+    with rc_context(STYLE):
         figure = draw.figure(measured.chart_of(Path("2026-11-21-name.json"), result))
         figure.canvas.draw()
         boxes = [(text.get_text(), text.get_window_extent()) for text in texts if text.get_text().strip()]

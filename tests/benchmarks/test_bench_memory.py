@@ -11,9 +11,9 @@ from benchmarks import accuracy
 from benchmarks.memory import Options, growth, measure, run
 from benchmarks.memory_on_paper import LENGTHS, MODELS, PART, table
 from benchmarks.memory_table import bound, markdown, seconds_table
+from benchmarks.workload import SHAPE, save_model, save_tokenizer
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import tables
-from restorekv.evaluation.workload import SHAPE, save_model, save_tokenizer
 from tests.benchmarks.test_bench_scorers import TINY
 
 

@@ -9,11 +9,12 @@ from markupsafe import Markup
 from matplotlib.image import imread
 from rich.console import Console
 
+from paper.markdown import markdown
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation import draw
+from restorekv.evaluation import charts, draw
 from restorekv.evaluation.charts import BLUE, MARKERS, SKY, VERMILION, Axis, Bars, Chart, Line, Mark, Panel
-from restorekv.evaluation.report.page import Details, Points, Section, markdown, page, write
-from restorekv.evaluation.tables import TableCell, TableRow, gain, number, percent, score, table
+from restorekv.evaluation.report.page import Details, Points, Section, page, write
+from restorekv.evaluation.tables import Table, TableCell, TableRow, gain, number, percent, score
 
 LINE = Panel([Line(Mark("line", BLUE, "o"), [0, 1], [0, 1], ([0, 0.5], [0.5, 1]))], title="<title>")
 
@@ -72,7 +73,7 @@ def test_page_escapes_all_but_markup():
 
 def test_table_without_data_writes_its_texts(tmp_path):
     head = [["", TableCell("RULER", columns=2)], ["method", "0.1", "0.05"]]
-    made = table(
+    made = Table(
         "t", "T", head, [["KVzip", 1234, gain(1.0, 0.5, 1.5, of="80.0")], TableRow(["x", "y", "z"], strong=True)]
     )
     write(tmp_path / "out", "Title", [Section("S", blocks=[Details("more", [made])])])
@@ -84,7 +85,7 @@ def test_table_without_data_writes_its_texts(tmp_path):
 
 def test_a_table_is_the_same_in_a_terminal_and_in_markdown():
     rows = [["KVzip [a]", gain(1.0, 0.5, 1.5, of="80.0")], TableRow(["a|b", TableCell("2", tone="note")], strong=True)]
-    made = table("t", "T [b]", ["method", "r = 0.1"], rows, "N")
+    made = Table("t", "T [b]", ["method", "r = 0.1"], rows, "N")
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(made)
     text = console.export_text()
@@ -108,7 +109,7 @@ def test_svg_follows_the_page_s_colors_and_keeps_ids_apart():
 
 def test_every_color_has_a_dark_twin():
     html = page("t", [Section("s", blocks=[chart("c")])])
-    for light, dark in draw.DARK.items():
+    for light, dark in charts.DARK.items():
         assert html.count(f"--{light[1:]}: {light};") == 1 and html.count(f"--{light[1:]}: {dark};") == 1
 
 
@@ -137,8 +138,8 @@ def test_no_break_within_units_and_equations():
 
 
 def test_names_are_files_once():
-    one = table("a", "T", ["x"], [["1"]])
-    for blocks in ([one, one], [table("no/file", "T", ["x"], [["1"]])]):
+    one = Table("a", "T", ["x"], [["1"]])
+    for blocks in ([one, one], [Table("no/file", "T", ["x"], [["1"]])]):
         with pytest.raises(ValueError, match="names no file or names two"):
             page("t", [Section("s", blocks=blocks)])
 

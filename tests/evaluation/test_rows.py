@@ -11,9 +11,8 @@ from restorekv import tasks
 from restorekv.evaluation.grid import Cell, Grid
 from restorekv.evaluation.report.build import terminal
 from restorekv.evaluation.results import SUMMARY, opened
-from restorekv.evaluation.rows import payload, rows
+from restorekv.evaluation.rows import payload, rows, summary
 from restorekv.evaluation.run import run
-from restorekv.evaluation.summary import summary
 from restorekv.files import write_json
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tiny.world import Document, Question

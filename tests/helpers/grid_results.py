@@ -7,7 +7,7 @@ from pathlib import Path
 from restorekv import tasks
 from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.results import ANSWERS, SUMMARY, Result, opened
-from restorekv.evaluation.summary import summary
+from restorekv.evaluation.rows import summary
 from restorekv.files import write_json
 from restorekv.tasks import Question
 

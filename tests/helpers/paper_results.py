@@ -6,7 +6,7 @@ from pathlib import Path
 
 from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.results import ANSWERS, CELL, SECONDS, SUMMARY, Result
-from restorekv.evaluation.summary import summary
+from restorekv.evaluation.rows import summary
 from restorekv.files import write_json
 from restorekv.tasks.base import digest
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from restorekv.compression.budget import Budget
 from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.results import SUMMARY, Result, opened
-from restorekv.evaluation.summary import summary
+from restorekv.evaluation.rows import summary
 from restorekv.files import write_json
 
 LAYERS, HEADS, DIM = 4, 2, 32

@@ -8,8 +8,8 @@ import pytest
 from paper import fidelity, plan, record, shown
 from paper.exhibit import Place
 from paper.exhibits import chosen
+from paper.markdown import paragraphs
 from paper.setting import Bench, bundled
-from restorekv.evaluation.report.page import paragraphs
 from restorekv.evaluation.stats import resamples
 from tests.helpers.paper_results import finished
 

@@ -4,8 +4,6 @@ Colors are those of Okabe and Ito (https://jfly.uni-koeln.de/color/), which work
 a marker or a hatch of its own too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 

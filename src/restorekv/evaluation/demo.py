@@ -1,7 +1,5 @@
 """The demo: questions about one held-out document, answered from the full cache and from small ones."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,7 +12,7 @@ from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.compressor import Eviction, load_adapter
 from restorekv.compression.generate import ask
 from restorekv.compression.prepared import ScoredContext, timed
-from restorekv.evaluation.tables import Table, TableRow, name, table
+from restorekv.evaluation.tables import Table, TableRow, name
 from restorekv.model.load import BUNDLED
 from restorekv.tasks.bundled import question_of
 from restorekv.tiny.suite import draw, measure
@@ -55,7 +53,6 @@ class Answered:
 
 
 def document(model: str, tokenizer: Tokenizer) -> tasks.Sample:
-    """Returns the document to show, with its questions."""
     if show_for(model) is WORLD:
         drawn = draw("demo 0", "mixed", 1000, 1100, measure(tokenizer))
         by_family = {question.family: question for question in drawn.questions}
@@ -112,15 +109,14 @@ def answers_table(sample: tasks.Sample, tokens: int, found: Sequence[Answered]) 
         true = str(question.facts.get("target", "")) or " / ".join(dict.fromkeys(question.answers))
         rows += [TableRow(["question", "", asked], strong=True, rule=number > 0), TableRow(["true", "", true])]
         rows += [TableRow([each.title, f"{each.nbytes:,}", " ".join(each.answers[number].split())]) for each in found]
-    return table("answers", f"One document of {tokens} tokens", ["cache", "bytes held", "answer"], rows, left=(0, 2))
+    return Table("answers", f"One document of {tokens} tokens", ["cache", "bytes held", "answer"], rows, left=(0, 2))
 
 
 def seconds_table(found: Sequence[Answered]) -> Table:
-    """Returns what each phase took for the document that is shown."""
     phases = [phase for phase in PHASES if any(phase in each.seconds for each in found)]
     rows = [
         [each.title, *(f"{each.seconds[phase]:.2f}" if phase in each.seconds else "" for phase in phases)]
         for each in found
     ]
     note = "prefill and score serve every ratio; ask: all questions"
-    return table("seconds", "Seconds of each phase", ["cache", *phases], rows, note)
+    return Table("seconds", "Seconds of each phase", ["cache", *phases], rows, note)

@@ -4,13 +4,10 @@ A file is 7.4 inches wide on white: title and legend, panels row by row, the not
 and its colors are CSS variables, which the page sets for light and dark.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from markupsafe import Markup, escape
@@ -22,25 +19,11 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from restorekv.evaluation.charts import (
-    DARK,
-    MUTED,
-    PAPER,
-    STYLE,
-    WIDE,
-    Area,
-    Axis,
-    Bars,
-    Chart,
-    Heat,
-    Level,
-    Line,
-    Mark,
-    Panel,
-)
+from restorekv.evaluation import charts
+from restorekv.evaluation.charts import Area, Axis, Bars, Chart, Heat, Level, Line, Mark, Panel
 
 DPI = 200
-FONTS = ("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")  # the second where the first is not installed
+FONTS = (b"'DejaVu Sans'", b"'DejaVu Sans', Verdana, sans-serif")  # the second where the first is not installed
 FACTS = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # left out, so that the same chart has the same bytes
 NAMELESS = re.compile(r'<g id="(?:figure|axes|patch|text|line2d|matplotlib\.axis|[xy]tick|legend)_[^"]*"')
 MARGIN, LINE = 0.1, 0.19  # inches: around the texts, and a line of the legend
@@ -55,44 +38,28 @@ SPAN = 2000  # an axis may span so many times its start and still have three tic
 GAP = 0.085  # between labels at the right edge, of the height of the axes and for each of their lines
 
 
-def svg(chart: Chart) -> str:
-    """Returns a file that stands alone: the same bytes for the same chart."""
-    return _saved(figure(chart), chart.name, facecolor="white").replace(*FONTS)
-
-
-def png(chart: Chart) -> bytes:
-    """Returns the same picture in pixels."""
-    file = io.BytesIO()
-    with rc_context(STYLE):
-        figure(chart).savefig(file, format="png", facecolor="white", dpi=DPI)
-    return file.getvalue()
-
-
-def save(chart: Chart, path: Path, ending: str) -> None:
-    """Writes the chart; `ending` is .png, .pdf or .svg."""
-    with rc_context(STYLE):
-        figure(chart).savefig(path, format=ending[1:].lower(), facecolor="white", dpi=DPI)
+def image(chart: Chart, ending: str, width: float = charts.WIDE, transparent: bool = False) -> bytes:
+    """Returns a file that stands alone, the same bytes for the same chart; `ending` is svg, png or pdf."""
+    file, svg = io.BytesIO(), ending == "svg"
+    look = {"transparent": True} if transparent else {"facecolor": "white"}
+    look |= {"metadata": FACTS} if svg else {"dpi": DPI}
+    with rc_context({**charts.STYLE, "svg.hashsalt": chart.name}):
+        figure(chart, width).savefig(file, format=ending, **look)
+    return file.getvalue().replace(*FONTS) if svg and not transparent else file.getvalue()
 
 
 def inline(panel: Panel, name: str, alt: str) -> Markup:
     """Returns a panel as text for a page: no prolog, ids that begin with `name`, which is unique in the page."""
-    text = NAMELESS.sub("<g", _saved(figure(Chart(name, "", [panel]), panel.width), name, transparent=True))
+    text = NAMELESS.sub("<g", image(Chart(name, "", [panel]), "svg", panel.width, transparent=True).decode())
     text = re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{name}-", text[text.index("<svg") :])
-    for color in DARK:
+    for color in charts.DARK:
         text = text.replace(color, f"var(--{color[1:]})")
     return Markup(text.replace("<svg ", f'<svg role="img" aria-label="{escape(alt)}" ', 1))
 
 
-def _saved(drawn: Figure, name: str, **options: object) -> str:
-    file = io.StringIO()
-    with rc_context({**STYLE, "svg.hashsalt": name}):
-        drawn.savefig(file, format="svg", metadata=FACTS, **options)
-    return file.getvalue()
-
-
-def figure(chart: Chart, width: float = WIDE) -> Figure:
+def figure(chart: Chart, width: float = charts.WIDE) -> Figure:
     """Draws title, legend, panels row by row and note, from the top down."""
-    with rc_context(STYLE):
+    with rc_context(charts.STYLE):
         title, note = (
             textwrap.wrap(text, LETTERS[key]) for key, text in (("title", chart.title), ("note", chart.note))
         )
@@ -118,7 +85,7 @@ def figure(chart: Chart, width: float = WIDE) -> Figure:
             top = 1 - (len(title) * TITLE + MARGIN * bool(title)) / height
             drawn.legend(handles=entries, loc="upper left", frameon=False, bbox_to_anchor=(0, top), ncols=columns,
                          columnspacing=1.4).set_in_layout(False)  # fmt: skip
-        below = drawn.text(left, MARGIN / height, "\n".join(note), fontsize=8, color=MUTED, va="bottom")
+        below = drawn.text(left, MARGIN / height, "\n".join(note), fontsize=8, color=charts.MUTED, va="bottom")
         below.set_linespacing(1.15)
     return drawn
 
@@ -127,7 +94,7 @@ def in_rows(panels: Sequence[Panel]) -> list[list[Panel]]:
     """Puts panels side by side from left to right, as long as the width holds them."""
     rows: list[list[Panel]] = []
     for panel in panels:
-        if not rows or sum(each.width for each in rows[-1]) + panel.width > WIDE:
+        if not rows or sum(each.width for each in rows[-1]) + panel.width > charts.WIDE:
             rows.append([])
         rows[-1].append(panel)
     return rows
@@ -140,7 +107,7 @@ def legend(panels: Sequence[Panel]) -> list[Line2D | Patch]:
         content = panel.content
         if isinstance(content, Bars):
             for mark in content.parts:
-                bar = Patch(facecolor=mark.color, hatch=mark.hatch, edgecolor=PAPER, label=mark.label)
+                bar = Patch(facecolor=mark.color, hatch=mark.hatch, edgecolor=charts.PAPER, label=mark.label)
                 entries.setdefault(mark.label, bar)
         elif not isinstance(content, Heat):
             for part in content:
@@ -152,7 +119,7 @@ def legend(panels: Sequence[Panel]) -> list[Line2D | Patch]:
     return [entry for label, entry in entries.items() if label]
 
 
-def legend_columns(labels: Sequence[str], width: float = WIDE) -> int:
+def legend_columns(labels: Sequence[str], width: float = charts.WIDE) -> int:
     """Returns how many columns the width takes; a legend is filled column by column."""
     for lines in range(1, len(labels)):
         columns = [max(map(len, labels[start : start + lines])) for start in range(0, len(labels), lines)]
@@ -165,13 +132,12 @@ def look(mark: Mark) -> dict[str, object]:
     """Returns keywords for matplotlib's lines; a hollow marker is larger, so that it shows behind a filled one."""
     return {
         "color": mark.color, "marker": mark.marker or None, "linestyle": DASHES if mark.dashed else "-",
-        "markersize": 7 if mark.hollow else 5, "markerfacecolor": PAPER if mark.hollow else mark.color,
+        "markersize": 7 if mark.hollow else 5, "markerfacecolor": charts.PAPER if mark.hollow else mark.color,
         "markeredgecolor": mark.color, "markeredgewidth": 1.3,
     }  # fmt: skip
 
 
 def draw(axes: Axes, panel: Panel) -> None:
-    """Fills a pair of axes with what the panel holds."""
     {Bars: _bars, Heat: _heat}.get(type(panel.content), _lines)(axes, panel)
     axes.set(xlabel=panel.x.label, ylabel=panel.y.label)
     if panel.title:
@@ -212,7 +178,6 @@ def _heights(part: Line | Level | Area) -> Sequence[float]:
 
 
 def _scale(axes: Axes, which: str, asked: Axis, values: Sequence[float]) -> None:
-    """Sets scale, limits and ticks of one axis."""
     axis, limit = getattr(axes, f"{which}axis"), getattr(axes, f"set_{which}lim")
     low, high = asked.low, asked.high
     if asked.log:
@@ -260,7 +225,7 @@ def _bars(axes: Axes, panel: Panel) -> None:
         starts = ends if bars.stacked else 0
         at = places if bars.stacked else places - 0.4 + thick * (turn + 0.5)
         axes.barh(at, lengths, thick if bars.stacked else 0.9 * thick, left=starts, color=mark.color, hatch=mark.hatch,
-                  edgecolor=PAPER, linewidth=0.6)  # fmt: skip
+                  edgecolor=charts.PAPER, linewidth=0.6)  # fmt: skip
         ends = starts + lengths
         if bars.texts and (not bars.stacked or turn == len(bars.parts) - 1):
             texts = bars.texts[0 if bars.stacked else turn]

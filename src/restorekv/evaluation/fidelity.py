@@ -5,10 +5,9 @@ they were generated, with the EOS that ended them; KL(full || cache) is computed
 start at each cache's own next position: S + T for the full cache, S + T + n after n restore tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -38,7 +37,7 @@ class FullAnswers:
     @classmethod
     def read(
         cls, model: PreTrainedModel, cache: RaggedCache, prompts: Sequence[Tensor], answers: Sequence[Tensor]
-    ) -> FullAnswers:
+    ) -> Self:
         """Reads the answers through the full cache; prompts are (1, q) or (q,)."""
         flat = [prompt.flatten().cpu() for prompt in prompts]
         return cls(flat, answers, hidden_states(model, cache, flat, answers))

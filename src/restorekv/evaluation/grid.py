@@ -1,14 +1,13 @@
 """The cells of an evaluation: what one cell measures, how a grid expands to cells, and which cells share their work."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
+from typing import Self, TypeVar
 
 from restorekv import tasks
 from restorekv.compression.budget import exact_ratio, from_file, to_file
@@ -17,6 +16,7 @@ from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import RestoreKVError
 from restorekv.model.load import BUNDLED, bundled_path, canonical
 
+Item = TypeVar("Item")
 FULL = "full"
 SHIPPED = ""  # stands for the adapter that ships for an evictor and a model
 ADDED_LATER = {"storage": "model", "streaming": 0}  # left out of files at these values, so that old cells keep names
@@ -52,7 +52,7 @@ class Cell:
     streaming: int = 0
 
     @classmethod
-    def full(cls, **common: object) -> Cell:
+    def full(cls, **common: object) -> Self:
         """Returns the cell of the full cache, which every method of a grid is measured against."""
         return cls(evictor=FULL, ratio="1", **common)
 
@@ -62,7 +62,6 @@ class Cell:
 
     @property
     def value(self) -> float:
-        """The ratio r as a number."""
         return float(exact_ratio(self.ratio))
 
     @property
@@ -81,7 +80,7 @@ class Cell:
         return to_file({key: value for key, value in fields if key not in ADDED_LATER or value != ADDED_LATER[key]})
 
     @classmethod
-    def from_dict(cls, stored: dict) -> Cell:
+    def from_dict(cls, stored: dict) -> Self:
         """Reads what `to_dict` wrote, in this version or an older one."""
         return cls(**from_file(stored))
 
@@ -175,11 +174,17 @@ class Job:
 
 def jobs(cells: Iterable[Cell]) -> list[Job]:
     """Groups the cells by preparation, in order of appearance; the full cache joins the first evictor's job."""
-    groups: dict[tuple[str, ...], list[Cell]] = {}
-    for cell in dict.fromkeys(cells):
-        groups.setdefault(cell.preparation, []).append(cell)
+    groups = grouped(dict.fromkeys(cells), lambda cell: cell.preparation)
     for key in [key for key in groups if key[-1] == FULL]:
         host = next((other for other in groups if other[:-1] == key[:-1] and other != key), None)
         if host:
             groups[host] += groups.pop(key)  # last, so that the cells that share the scores are charged their time
     return [Job(tuple(members)) for members in groups.values()]
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Hashable]) -> dict[Hashable, list[Item]]:
+    """Returns the items of every key, both in order of appearance."""
+    groups: dict[Hashable, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups

@@ -10,18 +10,14 @@ DIR/kvpress/{dataset}__{data_dir}__{model, -- for /}__{press_name}__{compression
 compression_ratio is 1 - r. LongBench gets a folder for each task, as kvpress runs them. Where another cell has the
 name (ratios 0.12 and 0.125 print alike), a numbered folder inside it is used, as kvpress does.
 
-The leaderboard (Hugging Face space nvidia/kvpress-leaderboard, src/data.py) reads folders directly below its own whose
-config.yaml has only keys that it knows (not trust_remote_code and head_compression_ratio, which are left out), whose
-metrics.json has "string_match" for every task, and whose fraction is 1. It averages over tasks, takes the compression
-ratio from predictions.csv, skips numbered folders and other benchmarks, and fails on LongBench: send it ruler only.
+The leaderboard (Hugging Face space nvidia/kvpress-leaderboard, src/data.py) reads "string_match" of every task from
+folders directly below its own whose fraction is 1, and refuses keys of config.yaml that it does not know. It skips
+numbered folders and other benchmarks, and fails on LongBench: send it ruler only.
 
 A press has kvpress's own name where kvpress chooses the same pairs (KVzip, KVzip+ and RestoreKV over them, one ranking
-over all heads, the template counted); every other cell is named restorekv_ and its settings, which kvpress's
-EvaluationConfig refuses. Only RULER's official rows are data_dir "4096"; generated ones are "4096-generated".
-Cells of other protocols are left out.
+over all heads, the template counted); every other cell is named restorekv_ and its settings. Only RULER's official rows
+are data_dir "4096"; generated ones are "4096-generated". Cells of other protocols are left out.
 """
-
-from __future__ import annotations
 
 import csv
 import json
@@ -34,7 +30,7 @@ import yaml
 
 from restorekv import tasks
 from restorekv.compression.budget import exact_ratio
-from restorekv.evaluation.grid import FULL, Cell
+from restorekv.evaluation.grid import FULL, Cell, grouped
 from restorekv.evaluation.results import Result, load
 from restorekv.files import replacing, write_json
 from restorekv.tasks.longbench import LongBench
@@ -74,11 +70,8 @@ def export(folder: Path) -> list[Path]:
 
 
 def parts(result: Result) -> Iterator[Part]:
-    """Splits a cell by kvpress's data sets."""
     answers = [answer for line in result.lines for answer in line["answers"]]
-    by_task: dict[str, list[Mapping]] = {}
-    for answer in answers:
-        by_task.setdefault(answer["task"], []).append(answer)
+    by_task = grouped(answers, lambda answer: answer["task"])
     match tasks.make(result.cell.benchmark):
         case Ruler() as ruler:
             official = result.facts["benchmark"]["data"] == RULER_ROWS
@@ -112,7 +105,6 @@ def write(folder: Path, result: Result, part: Part) -> Path:
 
 
 def write_kvpress_files(path: Path, part: Part, config: Mapping) -> None:
-    """Writes the three files that kvpress writes."""
     known = {key: column for key, column in COLUMNS.items() if key in part.answers[0]}
     if part.dataset == "longbench":
         known["references"] = "answers"
@@ -169,7 +161,6 @@ def command(cell: Cell, facts: Mapping) -> str:
 
 
 def folder_name(config: Mapping) -> str:
-    """Returns kvpress's name of the folder."""
     words = [config["dataset"], config["data_dir"], config["model"].replace("/", "--"), config["press_name"]]
     words.append(f"{config['compression_ratio']:.2f}")
     if config["fraction"] < 1:

@@ -1,4 +1,4 @@
-"""Seconds, memory and the machine, measured alike on both sides of a benchmark.
+"""Memory of a process and the machine, measured alike on both sides of a benchmark.
 
 Imports PyTorch alone: the other side's environment, in which restorekv need not be installed, imports this file too.
 """
@@ -9,17 +9,12 @@ import gc
 import json
 import os
 import platform
-import time
-from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 
 import torch
 
 STATUS, REFERENCES = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-PACKAGES = ("restorekv", "torch", "transformers", "peft", "triton")
 
 
 class Peak:
@@ -47,29 +42,6 @@ def resident(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-class TokenTimer:
-    """Call it after every generated token; the first call follows the question, every later one a single token."""
-
-    def __init__(self) -> None:
-        self.times = [time.perf_counter()]
-
-    def __call__(self, *_: object) -> None:
-        self.times.append(time.perf_counter())
-
-    def figures(self) -> dict[str, float]:
-        """Returns seconds to the first token (`question`) and the median of the later gaps (`token`), one skipped."""
-        gaps = [late - early for early, late in zip(self.times, self.times[1:], strict=False)]
-        return {"question": gaps[0], "token": median(gaps[2:]), "least": min(gaps[2:]), "most": max(gaps[2:])}
-
-
-@contextlib.contextmanager
-def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    """Writes the block's wall time to `seconds[phase]`."""
-    start = time.perf_counter()
-    yield
-    seconds[phase] = time.perf_counter() - start
-
-
 def serve(job_file: str, measure: Callable[[dict], dict]) -> None:
     """Reads the job, sets its threads and writes what `measure` returns to the file that the job names."""
     job = json.loads(Path(job_file).read_text())
@@ -79,21 +51,7 @@ def serve(job_file: str, measure: Callable[[dict], dict]) -> None:
     Path(job["result"]).write_text(json.dumps(figures))
 
 
-def describe_machine(threads: int) -> dict:
-    """Returns {date, versions, processor, threads, system}, and on a GPU its name as `device`."""
-    versions = {}
-    for name in PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):  # some are extras
-            versions[name] = version(name)
-    gpu = {"device": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
-    return {
-        "date": datetime.now(UTC).date().isoformat(), "versions": versions, "processor": processor(),
-        "threads": threads, "system": platform.platform(), **gpu,
-    }  # fmt: skip
-
-
 def processor() -> str:
-    """Returns the processor's name and its number of cores."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))

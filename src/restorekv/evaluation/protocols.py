@@ -9,11 +9,9 @@ kvzip      the project's own templates with a task line, kept and not counted; p
            (snu-mllab/KVzip 5d84729: data/wrapper.py, model/{load,template,wrapper}.py)
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -33,7 +31,6 @@ THINKING = "<think>\n\n</think>\n\n"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
-@dataclass(frozen=True)
 class Protocol(ABC):
     """One project's way to ask; `stops` says in words how an answer ends."""
 
@@ -88,7 +85,6 @@ class Protocol(ABC):
         }  # fmt: skip
 
 
-@dataclass(frozen=True)
 class KVPress(Protocol):
     """Tokenizes context and template together, and so question, suffix and answer prefix."""
 
@@ -107,7 +103,6 @@ class KVPress(Protocol):
         return question_ids(tokenizer, context, question.text, question.answer_prefix, empty=True)
 
 
-@dataclass(frozen=True)
 class KVzipOwn(Protocol):
     """Recognizes a model's family by its name; a model of none of them is asked through its own template.
 
@@ -159,7 +154,6 @@ PROTOCOLS: dict[str, Protocol] = {"kvpress": KVPress(), "kvzip": KVzipOwn()}
 
 
 def make(name: str) -> Protocol:
-    """Returns the protocol of that name."""
     if name not in PROTOCOLS:
         raise RestoreKVError(f"There is no protocol {name!r}; use {' or '.join(PROTOCOLS)}.")
     return PROTOCOLS[name]

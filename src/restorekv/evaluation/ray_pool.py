@@ -5,14 +5,12 @@ back in order, so the files equal those of a run in one process. A context whose
 node lost) goes to another worker, and a new worker starts where there is room.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import warnings
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -53,7 +51,6 @@ class RayWorker(LocalPool):
         return opened, [str(each.message) for each in caught if issubclass(each.category, RestoreKVWarning)]
 
     def ask(self, job: Job, sample: str, cells: Sequence[Cell]) -> list[Line]:
-        """Answers one context."""
         return next(self.answers(job, [(sample, cells)]))
 
 
@@ -80,7 +77,7 @@ class RayPool:
         for _ in range(workers):
             self.hire()
 
-    def __enter__(self) -> RayPool:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

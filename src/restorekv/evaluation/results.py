@@ -6,11 +6,9 @@ DIR/cells/<name>/cell.json      the cell and what it was made with, written firs
                  summary.json   figures, written last: the cell is done
 """
 
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -56,17 +54,22 @@ class Result:
     @property
     def answers(self) -> list[Answer]:
         """The answer to every question, contexts in their order."""
-        return [
-            Answer(line["sample"], answer["task"], answer["id"], answer["prediction"], answer["score"])
-            for line in self.lines
-            for answer in line["answers"]
-        ]
+        return answers_of((line["sample"], line) for line in self.lines)
 
     def append(self, line: dict, seconds: dict[str, float]) -> None:
         """Adds a context's answers; a line that a killed process left half-written is replaced."""
         append_line(self.folder / SECONDS, {"sample": line["sample"], **seconds})
         append_line(self.folder / ANSWERS, line)
         self.__dict__.pop("lines", None)
+
+
+def answers_of(contexts: Iterable[tuple[Hashable, dict]]) -> list[Answer]:
+    """Returns the answers in the lines of (a context's name, its line)."""
+    return [
+        Answer(name, answer["task"], answer["id"], answer["prediction"], answer["score"])
+        for name, line in contexts
+        for answer in line["answers"]
+    ]
 
 
 def complete_lines(path: Path) -> Iterator[dict]:
@@ -118,7 +121,6 @@ def differences(before: dict, now: dict) -> str:
 
 
 def read(path: Path) -> Result:
-    """Reads a cell's folder."""
     try:
         stored = json.loads((path / CELL).read_text(encoding="utf-8"))
         return Result(path, Cell.from_dict(stored["cell"]), stored["facts"])

@@ -1,19 +1,154 @@
-"""Finished cells as rows for tables and programs: a cell's figures, and its paired gain over its base."""
+"""The figures of cells: pools of seeds with their scores and sizes, a cell's summary, and rows for programs."""
 
-from __future__ import annotations
+import hashlib
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Self
 
-from collections.abc import Container, Sequence
-from dataclasses import replace
+import numpy as np
 
 from restorekv import tasks
-from restorekv.evaluation.fidelity import FIGURES
+from restorekv.evaluation.fidelity import FIGURES, summarized
 from restorekv.evaluation.grid import FULL, Cell
-from restorekv.evaluation.results import Result
+from restorekv.evaluation.results import Result, answers_of
 from restorekv.evaluation.stats import Answer, compared, counted, mean_score, without_loss
-from restorekv.evaluation.summary import metrics
 
 CONVENTIONS = ("prefix_policy", "on_tight", "allocation", "restore_from", "offset", "fingerprint", "dtype", "device")
 CACHE_FIGURES = ("pairs", "pairs_with_prefix", "bytes", "kept", "kept_with_prefix", "samples")
+
+
+@dataclass(frozen=True)
+class SeedPool:
+    """One cell, or the cells that differ only in the benchmark's seed; means leave the tasks `left_out` out.
+
+    In `members` no tasks are all tasks; a task by itself counts even if means leave it out.
+    """
+
+    results: tuple[Result, ...]
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def facts(self) -> dict:
+        return self.results[0].facts
+
+    @cached_property
+    def benchmark(self) -> tasks.Benchmark:
+        return tasks.make(self.results[0].cell.benchmark)
+
+    @cached_property
+    def by_context(self) -> bool:
+        """Whether scores are means over contexts instead of questions."""
+        return self.benchmark.by_context(self.results[0].cell.protocol)
+
+    @cached_property
+    def done(self) -> bool:
+        return all(result.done for result in self.results)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Contexts answered so far, and contexts there are."""
+        samples = sum(result.facts["benchmark"]["samples"] for result in self.results)
+        return sum(len(result.lines) for result in self.results), samples
+
+    @cached_property
+    def contexts(self) -> dict[Hashable, dict]:
+        """The line of every context, each context once: two seeds may have drawn the same one."""
+        if len(self.results) == 1:
+            return {line["sample"]: line for line in self.results[0].lines}
+        lines: dict[Hashable, dict] = {}
+        for line in (line for result in self.results for line in result.lines):
+            asked = repr([(answer["question"], answer["references"]) for answer in line["answers"]])
+            name = f"{line['sample']} {line['context']} {hashlib.sha256(asked.encode()).hexdigest()[:12]}"
+            lines.setdefault(name, line)
+        return lines
+
+    @property
+    def lines(self) -> list[dict]:
+        return list(self.contexts.values())
+
+    @cached_property
+    def answers(self) -> list[Answer]:
+        return answers_of(self.contexts.items())
+
+    @property
+    def tasks(self) -> list[str]:
+        return list(dict.fromkeys(answer.family for answer in self.answers))
+
+    @property
+    def groups(self) -> dict[str, Sequence[str]]:
+        """The benchmark's groups of tasks of which any was asked."""
+        return {name: own for name, own in self.benchmark.groups().items() if not set(own).isdisjoint(self.tasks)}
+
+    def has(self, members: Iterable[str]) -> bool:
+        """Tells whether the cells are done and asked one of the tasks."""
+        return self.done and (not members or not set(members).isdisjoint(self.tasks))
+
+    def without_loss(self) -> tuple[str, ...]:
+        """Returns the tasks on which this full cache has nothing to lose."""
+        return tuple(without_loss(self.answers, self.by_context))
+
+    def counted(self, members: Iterable[str] = ()) -> list[Answer]:
+        """Returns the answers that means are taken over."""
+        wanted = set(members or self.tasks)
+        return counted([answer for answer in self.answers if answer.family in wanted], self.left_out)
+
+    def score(self, members: Iterable[str] = (), base: Self | None = None, full: Self | None = None) -> dict:
+        """Returns `stats.compared`, with the paired gain over `base` if given.
+
+        With `full` too, `recovered` is the share of the base's loss to it that came back, None without a loss.
+        """
+        figures = compared(self.counted(members), base.counted(members) if base else (), self.by_context)
+        if base and full:
+            of_full, of_base = (mean_score(pool.counted(members), self.by_context) for pool in (full, base))
+            figures["recovered"] = figures["gain"] / (of_full - of_base) if of_full > of_base else None
+        return figures
+
+    def metrics(self, members: Iterable[str] = ()) -> dict[str, float]:
+        """Returns every further metric in points: the mean over tasks of the mean over questions."""
+        chosen = {answer.family for answer in self.counted(members)}
+        by_metric: dict[str, dict[str, list[float]]] = {}
+        for answer in (answer for line in self.lines for answer in line["answers"] if answer["task"] in chosen):
+            for name, value in answer.get("metrics", {}).items():
+                by_metric.setdefault(name, {}).setdefault(answer["task"], []).append(value)
+        return {
+            name: 100 * float(np.mean([np.mean(values) for values in by_task.values()]))
+            for name, by_task in by_metric.items()
+        }
+
+    def fidelity(self, members: Iterable[str] = ()) -> dict[str, float]:
+        """Returns how far the answers are from the full cache's, {} where that was not recorded; see fidelity.py."""
+        return summarized(self.lines, set(members or self.tasks))
+
+    def each(self, key: str) -> np.ndarray:
+        """Returns a figure of every context: pairs, pairs_with_prefix, bytes, tokens, prefix or restore_tokens."""
+        return np.array([line[key] for line in self.lines], dtype=float)
+
+    def mean(self, key: str) -> float:
+        return float(self.each(key).mean())
+
+    def kept(self, prefix: bool = False) -> float:
+        """Returns the share of pairs held, mean over contexts: of those in the budget, or of all with the prefix."""
+        heads = self.facts["shape"]["layers"] * self.facts["shape"]["heads"]
+        counts = prefix or self.facts["prefix_policy"] == "counted"
+        columns = self.each("tokens") + (self.each("prefix") if counts else 0)
+        return float(np.mean(self.each("pairs_with_prefix" if prefix else "pairs") / columns / heads))
+
+
+def summary(result: Result) -> dict:
+    """Returns a finished cell's figures: means over contexts of what its caches held, scores in points."""
+    pool = SeedPool((result,))
+
+    def further(members: Sequence[str] = ()) -> dict[str, object]:
+        return pool.fidelity(members) | ({"metrics": metrics} if (metrics := pool.metrics(members)) else {})
+
+    return {
+        **pool.score(), "samples": len(pool.lines),
+        **{key: pool.mean(key) for key in ("pairs", "pairs_with_prefix", "bytes")},
+        "kept": pool.kept(), "kept_with_prefix": pool.kept(prefix=True), **further(),
+        "tasks": {task: pool.score([task]) | further([task]) for task in pool.tasks},
+        "groups": {name: pool.score(members) for name, members in pool.groups.items()},
+    }  # fmt: skip
 
 
 def rows(results: Sequence[Result]) -> list[dict]:
@@ -29,34 +164,22 @@ def row(result: Result, base: Result | None, full: Result | None) -> dict:
     Means leave out the tasks on which the full cache scores below 10 (`left_out`); `tasks` holds every task, and
     fidelity is over all tasks. Figures of fidelity are None for a cell that was answered before they were recorded.
     """
-    cell, facts, figures, benchmark = result.cell, result.facts, result.summary, tasks.make(result.cell.benchmark)
-    by_context = benchmark.by_context(cell.protocol)
+    cell, facts, figures = result.cell, result.facts, result.summary
+    left_out = SeedPool((full,)).without_loss() if full else ()
     base = base if cell.restored else None
-    left_out = without_loss(full.answers, by_context) if full else []
-    own, of_base, of_full = (counted(side.answers, left_out) if side else [] for side in (result, base, full))
-
-    def of_group(side: Result | None, members: Container[str]) -> list[Answer]:
-        return counted([each for each in side.answers if each.family in members], left_out) if side else []
-
-    groups = {name: benchmark.groups()[name] for name in figures["groups"]}
-    columns = {
+    pool, of_base, of_full = (SeedPool((each,), left_out) if each else None for each in (result, base, full))
+    score = pool.score(base=of_base, full=of_full)
+    recovered = {"recovered": score.pop("recovered")} if "recovered" in score else {}
+    questions = {"questions": figures["questions"]}  # also those of the tasks that means leave out
+    return {
         "model": cell.model, "benchmark": cell.benchmark, "protocol": cell.protocol, "evictor": cell.evictor,
         "method": facts["method"], "restored": cell.restored, "adapter": facts["adapter"] and facts["adapter"]["hash"],
         "label": label(cell), "ratio": cell.value, "storage": cell.storage, "streaming": cell.streaming,
         **{key: facts[key] for key in CONVENTIONS}, **{key: figures[key] for key in CACHE_FIGURES},
-        **compared(own, of_base, by_context), "questions": figures["questions"],
-        "metrics": metrics(result.lines, {answer.family for answer in own}),
-        **{key: figures.get(key) for key in FIGURES},
-        "tasks": {task: each["score"] for task, each in figures["tasks"].items()}, "left_out": left_out,
-        "groups": {
-            name: compared(of_group(result, members), of_group(base, members), by_context)
-            for name, members in groups.items()
-        },
+        **score, **questions, "metrics": pool.metrics(), **{key: figures.get(key) for key in FIGURES},
+        "tasks": {task: each["score"] for task, each in figures["tasks"].items()}, "left_out": list(left_out),
+        "groups": {name: pool.score(members, of_base) for name, members in pool.groups.items()}, **recovered,
     }  # fmt: skip
-    if base and full:
-        loss = mean_score(of_full, by_context) - mean_score(of_base, by_context)
-        columns["recovered"] = columns["gain"] / loss if loss > 0 else None
-    return columns
 
 
 def base_of(cell: Cell) -> Cell:

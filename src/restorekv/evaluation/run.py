@@ -1,7 +1,5 @@
 """Runs a grid: answers the cells and contexts that a folder lacks, and none of them twice."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +14,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
 from restorekv.evaluation.grid import FULL, Cell, Job, jobs
 from restorekv.evaluation.results import CELLS, SUMMARY, Result, opened, provenance
-from restorekv.evaluation.summary import summary
+from restorekv.evaluation.rows import summary
 from restorekv.evaluation.worker import Line, Worker
 from restorekv.files import locked, write_json
 from restorekv.model.load import check_dtype

@@ -5,8 +5,6 @@ contexts, so questions of one context count as the dependent draws they are. Dif
 set of contexts counts for both sides.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import lru_cache

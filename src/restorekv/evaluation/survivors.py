@@ -1,11 +1,10 @@
 """Which tokens of a compressed context survive, and how the budget falls on layers and heads, as figures and charts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
@@ -32,7 +31,7 @@ class Survivors:
     manifest: Manifest
 
     @classmethod
-    def of_file(cls, path: Path, key: bytes | None = None) -> Survivors:
+    def of_file(cls, path: Path, key: bytes | None = None) -> Self:
         """Reads a cache file, with `key` a signed one; needs no model."""
         stored = read(path, key)
         return cls(kept_columns(stored.cache(), stored.context.positions), stored.context, stored.manifest)
@@ -90,7 +89,7 @@ def save_plot(survivors: Survivors, path: Path, title: str) -> None:
     """Writes the chart as PNG, PDF or SVG, by the ending of the name."""
     check_format(path)
     with replacing(path) as temporary:
-        draw.save(survivors.chart(title), temporary, path.suffix)
+        temporary.write_bytes(draw.image(survivors.chart(title), path.suffix[1:].lower()))
 
 
 def check_format(path: Path) -> None:

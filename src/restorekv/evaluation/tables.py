@@ -4,11 +4,12 @@ A terminal prints a table as it is (`Table.__rich__`), `markdown` makes its text
 and report/page.html its HTML. The module also holds what the paper calls the methods, and how numbers are written.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import Self
 
 from rich import table as rich_table
 from rich.text import Text
@@ -27,6 +28,17 @@ def name(evictor: str, restored: bool) -> str:
     """Returns what the paper calls a method."""
     base = NAMES.get(evictor, evictor)
     return RESTORED.get(evictor, f"{base} + RestoreKV") if restored else base
+
+
+def evictor_name(spec: str) -> str:
+    """Returns the paper's name, with the evictor's settings."""
+    name, _, settings = spec.partition(":")
+    return NAMES.get(name, name) + (f" ({settings})" if settings else "")
+
+
+def slug(*words: str) -> str:
+    """Joins words to a name for files and ids."""
+    return re.sub(r"[^a-z0-9.]+", "-", "-".join(words).lower().replace("+", "-plus")).strip("-.")
 
 
 @dataclass(frozen=True)
@@ -74,17 +86,33 @@ class TableRow:
 class Table:
     """A titled table; `name` becomes the name of its CSV file and its id on a page.
 
-    `head` has one row or several; the columns in `left` hold words. `data` are the rows of the CSV file, with figures
-    unrounded; without it, the CSV file holds the texts.
+    `head` has one row or several, and plain rows become TableRows; the columns in `left` hold words. `data` are the
+    rows of the CSV file, with figures unrounded; without it, the CSV file holds the texts.
     """
 
     name: str
     title: str
-    head: Sequence[Sequence[TableCell | str]]
-    rows: Sequence[TableRow]
+    head: Sequence[TableCell | str] | Sequence[Sequence[TableCell | str]]
+    rows: Sequence[TableRow | Sequence[Value]]
     note: str = ""
     data: Sequence[Mapping[str, object]] = ()
     left: Collection[int] = (0,)
+
+    def __post_init__(self) -> None:
+        if self.head and isinstance(self.head[0], (TableCell, str)):
+            object.__setattr__(self, "head", [self.head])
+        rows = [row if isinstance(row, TableRow) else TableRow(row) for row in self.rows]
+        object.__setattr__(self, "rows", rows)
+
+    @classmethod
+    def of(
+        cls, name: str, title: str, records: Sequence[Mapping],
+        columns: Mapping[str, str | Callable[[Mapping], Value]], note: str = "", left: Collection[int] = (0,),
+    ) -> Self:  # fmt: skip
+        """Returns a table with a row for each record, which goes to the CSV file; a column is a key or a function."""
+        shows = [itemgetter(what) if isinstance(what, str) else what for what in columns.values()]
+        rows = [[show(record) for show in shows] for record in records]
+        return cls(name, title, list(columns), rows, note, records, left)
 
     @property
     def titles(self) -> list[str]:
@@ -93,7 +121,6 @@ class Table:
         return [" ".join(dict.fromkeys(filter(None, texts))) for texts in zip(*spread, strict=True)]
 
     def __rich__(self) -> rich_table.Table:
-        """Renders the table for a terminal."""
         shown = rich_table.Table(title=Text(self.title), caption=Text(self.note), title_justify="left", min_width=72)
         for index, title in enumerate(self.titles):
             justify = "left" if index in self.left else "right"
@@ -104,22 +131,6 @@ class Table:
             ]
             shown.add_row(*cells, style="bold" if row.strong else None, end_section=bool(following and following.rule))
         return shown
-
-
-def table(
-    name: str,
-    title: str,
-    head: Sequence[TableCell | str] | Sequence[Sequence[TableCell | str]],
-    rows: Sequence[TableRow | Sequence[Value]],
-    note: str = "",
-    data: Sequence[Mapping[str, object]] = (),
-    left: Collection[int] = (0,),
-) -> Table:
-    """Returns a Table from plain lists; `head` may be a single row."""
-    heads = [head] if head and isinstance(head[0], (TableCell, str)) else head
-    return Table(
-        name, title, heads, [row if isinstance(row, TableRow) else TableRow(row) for row in rows], note, data, left
-    )
 
 
 def markdown(table: Table) -> str:
@@ -139,7 +150,6 @@ def _marked(cell: TableCell, strong: bool) -> str:
 
 
 def records(table: Table) -> Sequence[Mapping[str, object]]:
-    """Returns the rows of the CSV file."""
     return table.data or [
         dict(zip(table.titles, (as_cell(value).plain for value in row.cells), strict=True)) for row in table.rows
     ]

@@ -1,14 +1,12 @@
 """A job opened in a process: its model, contexts and adapters, and the answers of its cells."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import tasks
@@ -19,7 +17,7 @@ from restorekv.compression.prepared import CompressionConfig, Compressor, Prepar
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
 from restorekv.evaluation.fidelity import FullAnswers
-from restorekv.evaluation.grid import FULL, Cell, Job
+from restorekv.evaluation.grid import FULL, Cell, Job, grouped
 from restorekv.model import attention
 from restorekv.model.load import load_model
 from restorekv.model.prefill import prefill
@@ -30,7 +28,6 @@ from restorekv.tasks import Sample
 
 Seconds = dict[str, float]
 Line = tuple[Cell, dict, Seconds]  # a cell, its answers to one context, and what they took
-View = tuple[PreparedContext, list[Cell], Seconds]  # what makes caches, for which cells, and what preparing it took
 
 
 class Worker:
@@ -49,7 +46,6 @@ class Worker:
 
     @cached_property
     def samples(self) -> list[Sample]:
-        """The benchmark's samples, in its order."""
         return self.benchmark.chosen(self.tokenizer, self.protocol.name)
 
     @cached_property
@@ -61,7 +57,6 @@ class Worker:
         return CompressionConfig() if cell.evictor == FULL else cell.conventions(self.protocol.prefix_policy)
 
     def compressor(self, cell: Cell) -> Compressor:
-        """Returns the method as the cell names it."""
         return make_compressor(cell.evictor, self.conventions(cell), cell.streaming or None)
 
     def load(self, cell: Cell) -> RestoreAdapter | None:
@@ -79,49 +74,55 @@ class Worker:
         context, cut = self.protocol.context(first.model, self.tokenizer, sample.context, first.max_context)
         full: FullAnswers | None = None
         reading: Seconds = {}
-        for view, members, borne in self.views(context, cells):
+        for cell, view, cache, seconds in self.caches(context, cells):
             full = full or self.full_answers(context, view, sample, reading)
-            for cell, cache, seconds in self.caches(view, members, borne):
-                if cell.evictor == FULL:
-                    answers = self.scored(sample, full, full.answers, [0.0] * len(full.answers))
-                    seconds["ask"] = reading["ask"]
-                else:
-                    with timed(seconds, "ask"):
-                        ids = self.ask(cache, full.prompts, sample)
-                    with timed(seconds, "fidelity"):
-                        answers = self.scored(sample, full, ids, full.divergences(self.model, cache))
-                line = {
-                    "sample": sample.id, "context": digest(sample.context), "cut": cut,
-                    "tokens": context.tokens, "prefix": context.prefix,
-                    "restore_tokens": cache.restore, "pairs": view.conventions.counted_pairs(cache, context),
-                    "pairs_with_prefix": cache.pairs, "bytes": cache.nbytes,
-                }  # fmt: skip
-                yield cell, {**line, "answers": answers}, seconds
+            if cell.evictor == FULL:
+                answers = self.scored(sample, full, full.answers, [0.0] * len(full.answers))
+                seconds["ask"] = reading["ask"]
+            else:
+                with timed(seconds, "ask"):
+                    ids = self.ask(cache, full.prompts, sample)
+                with timed(seconds, "fidelity"):
+                    answers = self.scored(sample, full, ids, full.divergences(self.model, cache))
+            line = {
+                "sample": sample.id, "context": digest(sample.context), "cut": cut,
+                "tokens": context.tokens, "prefix": context.prefix,
+                "restore_tokens": cache.restore, "pairs": view.conventions.counted_pairs(cache, context),
+                "pairs_with_prefix": cache.pairs, "bytes": cache.nbytes,
+            }  # fmt: skip
+            yield cell, {**line, "answers": answers}, seconds
+
+    @torch.no_grad()
+    def caches(
+        self, context: Context, cells: Sequence[Cell]
+    ) -> Iterator[tuple[Cell, PreparedContext, RaggedCache, Seconds]]:
+        """Yields every cell, the preparation that its cache is made from, the cache, and what both took.
+
+        One restore pass serves an adapter and config, one eviction a ratio, of which every storage is a copy. What
+        several cells share is charged to the first.
+        """
+        prepared = self.prepare(context, only_full=all(cell.evictor == FULL for cell in cells))
+        seconds = dict(prepared.seconds)
+        for members in grouped(cells, self.treatment).values():
+            adapter = self.adapters[members[0]]
+            view = prepared.with_conventions(self.conventions(members[0]))
+            view = view.with_restore_cache(adapter) if adapter else view
+            seconds |= {phase: took for phase, took in view.seconds.items() if phase not in prepared.seconds}
+            for ratio, group in grouped(members, lambda cell: cell.ratio).items():
+                plain, took = view.evict_timed(ratio, None if group[0].restored else 0)
+                seconds |= took
+                for cell in group:
+                    cache = plain
+                    if cell.storage != "model":
+                        with timed(seconds, "evict"):
+                            cache = plain.fork()
+                            cache.store(cell.storage)
+                    yield cell, view, cache, seconds
+                    seconds = {}
 
     def treatment(self, cell: Cell) -> tuple:
         """Returns what the cells have in common that differ in ratio and storage alone."""
         return (cell.evictor == FULL, cell.adapter, cell.restore_tokens, self.conventions(cell))
-
-    @torch.no_grad()
-    def caches(
-        self, view: PreparedContext, members: Sequence[Cell], borne: Seconds
-    ) -> Iterator[tuple[Cell, RaggedCache, Seconds]]:
-        """Yields every cell's cache and what it took; one for each ratio, of which every storage is a copy."""
-        by_ratio: dict[str, list[Cell]] = {}
-        for cell in members:
-            by_ratio.setdefault(cell.ratio, []).append(cell)
-        for ratio, group in by_ratio.items():
-            plain, seconds = view.evict_timed(ratio, None if group[0].restored else 0)
-            seconds = borne | seconds
-            for cell in group:
-                cache = plain
-                if cell.storage != "model":
-                    with timed(seconds, "evict"):
-                        cache = plain.fork()
-                        cache.store(cell.storage)
-                yield cell, cache, seconds
-                seconds = {}
-            borne = {}
 
     def prepare(self, context: Context, only_full: bool) -> PreparedContext:
         """Returns the context with its prefill and, unless only the full cache is asked, scores."""
@@ -131,33 +132,18 @@ class Worker:
         seconds: Seconds = {}
         with timed(seconds, "prefill"):
             full = prefill(self.model, context.ids)
-        return ScoredContext(self.model, context, full, self.unscored(context), seconds=seconds)
+        return self.unscored(context, full, seconds)
 
-    def unscored(self, context: Context) -> Tensor:
-        """Returns scores (L, H, T) for a cache that keeps every pair."""
+    def unscored(self, context: Context, full: DynamicCache, seconds: Seconds) -> ScoredContext:
+        """Returns a context for a cache that keeps every pair."""
         shape = CacheShape.of(self.model)
-        return torch.zeros(shape.layers, shape.heads, context.tokens, device=self.model.device)
-
-    @torch.no_grad()
-    def views(self, context: Context, cells: Sequence[Cell]) -> Iterator[View]:
-        """Yields the preparation under each treatment; one restore pass for each adapter and config."""
-        groups: dict[tuple, list[Cell]] = {}
-        for cell in cells:
-            groups.setdefault(self.treatment(cell), []).append(cell)
-        prepared = self.prepare(context, only_full=all(cell.evictor == FULL for cell in cells))
-        borne = dict(prepared.seconds)
-        for members in groups.values():
-            adapter = self.adapters[members[0]]
-            view = prepared.with_conventions(self.conventions(members[0]))
-            view = view.with_restore_cache(adapter) if adapter else view
-            borne |= {phase: took for phase, took in view.seconds.items() if phase not in prepared.seconds}
-            yield view, members, borne
-            borne = {}
+        scores = torch.zeros(shape.layers, shape.heads, context.tokens, device=self.model.device)
+        return ScoredContext(self.model, context, full, scores, seconds=seconds)
 
     def full_answers(self, context: Context, view: PreparedContext, sample: Sample, seconds: Seconds) -> FullAnswers:
         """Returns what the full cache answers to the sample's questions; a streamed context is read whole for it."""
         full = prefill(self.model, context.ids) if view.full is None else view.full
-        cache = ScoredContext(self.model, context, full, self.unscored(context)).evict(1)
+        cache = self.unscored(context, full, {}).evict(1)
         prompts = [self.protocol.prompt(self.tokenizer, context, question)[0] for question in sample.questions]
         with timed(seconds, "ask"):
             ids = self.ask(cache, prompts, sample)

@@ -12,15 +12,12 @@ natural ones are measured, in nats, over layers l and context columns i:
                    K = the columns of `context` that the head holds; heads that hold none are left out
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
-from restorekv.evaluation.analysis.case import FULL, Case, DocumentFigures, plain
-from restorekv.evaluation.analysis.watch import watching
+from restorekv.evaluation.analysis.case import FULL, Case, DocumentFigures, plain, watching
 from restorekv.model.shape import decoder
 
 PARTS = ("context", "sinks", "restore", "question")

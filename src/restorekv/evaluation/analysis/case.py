@@ -1,26 +1,32 @@
-"""What every analysis gets: one document at one ratio with its caches, and the figures of all documents."""
+"""What every analysis gets: a document at a ratio with its caches, attention weights, the figures of all documents."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.cache.ragged import RaggedCache
+from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.compression.prepared import SINKS, Ratio, ScoredContext
 from restorekv.evaluation.protocols import Protocol
 from restorekv.evaluation.stats import resamples
 from restorekv.evaluation.survivors import kept_columns
+from restorekv.model import attention
+from restorekv.model.attention import frozen
+from restorekv.model.attention.naive import causal
+from restorekv.model.observer import LayerView, observe_layers
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tasks import Sample
 
 FULL, BASE, RESTORED = "full", "base", "restored"
 BINS = 20  # parts into which positions in a context are binned
+See = Callable[[int, RaggedLayer, Iterator[Tensor]], None]
 Statistic = Callable[[np.ndarray], np.ndarray]  # (R, ...) -> (R,)
 
 
@@ -123,3 +129,32 @@ def plain(values: np.ndarray | float) -> list | float | None:
     if isinstance(values, np.ndarray) and values.ndim:
         return [plain(value) for value in values]
     return float(f"{float(values):.6g}") if np.isfinite(values) else None
+
+
+@contextmanager
+def watching(model: PreTrainedModel, see: See, last: int | None = None) -> Iterator[None]:
+    """Calls see(layer index, layer, weights) for every ragged layer of every pass of batch 1 in the block.
+
+    `weights` yields, for each of the H KV heads, (G, Q, N + t): a softmax over the head's N context pairs, in the order
+    of the layer's rows, and the t pairs of the tail, the pass's own included. With `last`, of the last so many queries.
+    The backend `frozen` computes the pass; the weights are those of its own blocks, in float64.
+    """
+
+    def on_layer(view: LayerView) -> None:
+        query, layer, mask = view.query[None], view.ragged, view.mask
+        if mask is None:
+            mask = causal(query.shape[-2], layer.columns, query.device)[None, None]
+        first = 0 if last is None else query.shape[-2] - last
+        see(view.layer, layer, weights(query[..., first:, :], layer, mask[..., first:, :], view.scale))
+
+    with attention.using("frozen"), observe_layers(model, on_layer):
+        yield
+
+
+def weights(query: Tensor, layer: RaggedLayer, mask: Tensor, scale: float) -> Iterator[Tensor]:
+    """query (1, H, G, Q, D), mask (1, 1, Q, t) bool -> per head (G, Q, N + t) on the CPU."""
+    exact = query.dtype if query.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
+    context = (layer.context_keys, layer.context_values, layer.bias)
+    blocks = frozen.blocks(query.to(exact), layer.keys, layer.values, mask, *context, layer.bounds, scale)
+    for _, found in groupby(blocks, key=lambda block: block[0]):
+        yield torch.cat([block[-1][0] for block in found], 1).double().cpu()

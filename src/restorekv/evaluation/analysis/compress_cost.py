@@ -3,11 +3,13 @@
 Every measurement is a process of its own, so that no memory that another one freed is used again, uncounted.
 """
 
-from __future__ import annotations
-
 import ctypes
+import json
+import os
+import random
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,12 +24,16 @@ from restorekv.compression.compressor import Eviction, shipped_adapter
 from restorekv.compression.prepared import timed
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.measure import Peak, serve
-from restorekv.evaluation.workload import LEARNED, WARM_UP, random_gate, text_of
+from restorekv.evictors import gate_file
+from restorekv.evictors.gate_file import Gate, GateCard
 from restorekv.model.load import BUNDLED, load_model, model_name
 from restorekv.model.prompt import Context, make_context
+from restorekv.model.shape import CacheShape
 from restorekv.restore.adapter import RestoreAdapter
 
 PHASES = ("prefill", "score", "restore", "evict")
+WARM_UP = 64  # tokens
+LEARNED = {"fastkvzip": "fastkvzip", "kvzap": "kvzap-mlp"}  # evictors with a gate, and the kind of that gate
 REFUSED = "refused"  # a user's error, returned to the process that wrote the job
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 SMALL, LARGE = 1 << 16, 1 << 25  # bytes; glibc's own threshold, which adapts itself, ends at LARGE
@@ -62,7 +68,6 @@ def measure_compression(job: dict) -> dict:
 def compress(
     eviction: Eviction, model: PreTrainedModel, tokenizer: Tokenizer, context: Context, ratio: float | str
 ) -> dict[str, float]:
-    """Compresses the context once and returns seconds by phase."""
     prepared = eviction.prepare(model, tokenizer, context)
     seconds = dict(prepared.seconds)
     with torch.no_grad(), timed(seconds, "evict"):
@@ -118,6 +123,45 @@ def context_of(tokenizer: Tokenizer, tokens: int) -> Context:
     if context.tokens < tokens:
         raise RestoreKVError(f"The tokenizer makes {context.tokens} tokens of the text to measure, not {tokens}.")
     return replace(context, ids=context.ids[:, : context.prefix + tokens])
+
+
+def text_of(tokens: int, seed: int) -> str:
+    """Returns words of random letters, `tokens` bytes in all; one byte is one token."""
+    letters = random.Random(seed)
+    words = ("".join(letters.choices("abcdefghijklmnopqrstuvwxyz", k=letters.randint(2, 9))) for _ in range(tokens))
+    return " ".join(words)[: tokens - 1] + "."
+
+
+def random_gate(model: PreTrainedModel, method: str, folder: Path) -> Path:
+    """Saves a gate of the published sizes: 16 dimensions and 16 sinks, or an MLP of an eighth of the width."""
+    shape, generator = CacheShape.of(model), torch.Generator().manual_seed(0)
+    sizes = {
+        "q_norm.weight": torch.empty(16),
+        "k_base": torch.empty(1, 1, 16, 1),
+        "0.weight": torch.empty(shape.hidden // 8, 1),
+    }
+    kind, path = LEARNED[method], folder / f"{method}.safetensors"
+    sizes = gate_file.shapes(kind, shape, sizes).items()
+    layers = [{name: torch.randn(size, generator=generator) / 32 for name, size in sizes} for _ in range(shape.layers)]
+    gate_file.write(path, Gate(layers, GateCard.of(model, kind, "none")))
+    return path
+
+
+def measure_apart(command: Sequence[str], job: dict, folder: Path, what: str, without: Collection[str] = ()) -> dict:
+    """Returns what `command JOB` writes through `measure.serve`, run offline with the job's `threads`.
+
+    `without` names environment variables that the process must not see. Raises RestoreKVError, with the last line of
+    the process's stderr, where it fails.
+    """
+    job, job_file = {**job, "result": str(folder / "result.json")}, folder / "job.json"
+    job_file.write_text(json.dumps(job))
+    environment = os.environ | {"OMP_NUM_THREADS": str(job["threads"]), "HF_HUB_OFFLINE": "1"}
+    environment = {name: value for name, value in environment.items() if name not in without}
+    process = subprocess.run([*command, str(job_file)], capture_output=True, text=True, env=environment)
+    if process.returncode:
+        reason = (process.stderr.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+        raise RestoreKVError(f"{what} failed ({reason}).")
+    return json.loads(Path(job["result"]).read_text())
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@
 OUT/efficiency/<label>.json
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile
@@ -30,11 +28,10 @@ from restorekv.compression.budget import exact_ratio
 from restorekv.compression.compressor import Eviction
 from restorekv.compression.prepared import CompressionConfig, ScoredContext
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.analysis.compress_cost import REFUSED, adapter_for, context_of, scorer_of
+from restorekv.evaluation.analysis.compress_cost import REFUSED, adapter_for, context_of, measure_apart, scorer_of
 from restorekv.evaluation.analysis.run import label_of
 from restorekv.evaluation.measure import processor
 from restorekv.evaluation.results import differences, provenance
-from restorekv.evaluation.workload import measure_apart
 from restorekv.files import write_json
 from restorekv.model import attention
 from restorekv.model.load import model_name
@@ -141,7 +138,6 @@ def compression_apart(
 
 
 def overhead(base: dict, restored: dict) -> dict:
-    """Returns what the restore pass adds to a scorer's compression."""
     took, peak = restored["seconds"]["restore"], None
     if base["peak"] and restored["peak"] is not None:
         peak = restored["peak"] - base["peak"]

@@ -6,8 +6,6 @@ a compressed cache, which reads the same tokens (teacher forcing). `forward` is 
 the mean over the answer's tokens, EOS included, then over questions.
 """
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

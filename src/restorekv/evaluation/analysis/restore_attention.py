@@ -4,8 +4,6 @@ A restore token's weights in one query head fall in five parts, whose masses add
 `restore` and `itself`; DEFINITIONS says which. `evicted` is 0 where the pass reads the evicted cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,8 +11,7 @@ import torch
 from torch import Tensor
 
 from restorekv.cache.ragged import RaggedLayer
-from restorekv.evaluation.analysis.case import BINS, RESTORED, Case, DocumentFigures, plain
-from restorekv.evaluation.analysis.watch import watching
+from restorekv.evaluation.analysis.case import BINS, RESTORED, Case, DocumentFigures, plain, watching
 
 PARTS = ("kept", "evicted", "sinks", "restore", "itself")
 EXAMPLES, TOP = 3, 8  # documents whose tokens are listed, tokens listed of each

@@ -4,13 +4,12 @@ OUT/analysis/<what>-<label>.jsonl   the settings, then a line for every document
                         .json    figures of all documents, written last
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Self
 
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -46,7 +45,7 @@ class Journal:
     settings: dict
 
     @classmethod
-    def open(cls, what: str, label: str, folder: Path, settings: dict) -> Journal:
+    def open(cls, what: str, label: str, folder: Path, settings: dict) -> Self:
         """Begins the journal, or continues one of the same settings, also under the analysis's earlier name."""
         names = [what, *(old for old, new in RENAMED.items() if new == what)]
         paths = [folder / f"{name}-{label}" for name in names]
@@ -66,7 +65,6 @@ class Journal:
         return self.path.with_name(f"{self.path.name}.jsonl")
 
     def lines(self) -> dict[str, dict]:
-        """Returns the lines by document."""
         return {line["document"]: line for line in list(complete_lines(self.lines_path))[1:]}
 
     def add(self, sample: Sample, figures: dict) -> None:
@@ -139,7 +137,6 @@ def analyze(
 def settings_of(
     eviction: Eviction, model: PreTrainedModel, protocol: Protocol, benchmark: Benchmark, samples: Sequence[Sample]
 ) -> dict:
-    """Returns everything that decides the figures of a document."""
     return {
         **provenance(model, eviction.conventions),
         "evictor": eviction.evictor.spec,

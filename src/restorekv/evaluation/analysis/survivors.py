@@ -3,8 +3,6 @@
 Counted are the context pairs that a cache holds, without the chat prefix, which stays, and the restore pairs.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -1,6 +1,4 @@
-"""What analyses found: attention by layer and its recovery, distances from the full cache, survivors, gaze."""
-
-from __future__ import annotations
+"""What analyses found: attention by layer, distances from the full cache, survivors, what restore tokens attend to."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -9,48 +7,30 @@ from pathlib import Path
 import numpy as np
 
 from restorekv.errors import RestoreKVError
+from restorekv.evaluation import charts
 from restorekv.evaluation.analysis.run import RENAMED
-from restorekv.evaluation.charts import (
-    BLUE,
-    GREEN,
-    INK,
-    MUTED,
-    NARROW,
-    ORANGE,
-    SKY,
-    VERMILION,
-    WIDE,
-    Area,
-    Axis,
-    Bars,
-    Chart,
-    Line,
-    Mark,
-    Panel,
-    bars,
-    index_axis,
-)  # fmt: skip
-from restorekv.evaluation.report.conventions import flat, shown
-from restorekv.evaluation.report.names import slug
+from restorekv.evaluation.charts import Axis, Chart, Mark, Panel
+from restorekv.evaluation.report.kept import flat, shown
 from restorekv.evaluation.report.page import Block, Details, Points, Section
 from restorekv.evaluation.survivors import heads_panel, layers_panel, positions_panel
-from restorekv.evaluation.tables import ABSENT, Table, TableCell, between, number, percent, table
+from restorekv.evaluation.tables import ABSENT, Table, TableCell, between, number, percent, slug
 
 FOLDER = "analysis"
-BASE = Mark("base alone", VERMILION, "o", dashed=True, hollow=True)
-RESTORED = Mark("restored", BLUE, "o")
-CACHES = {"full": Mark("full cache", INK, dashed=True), "base": BASE, "restored": RESTORED}
-ALONE, WHOLE = Mark("restored: context alone", SKY, "s"), Mark("restored: context and restore cache", BLUE, "o")
-RECOVERED = Mark("what restoring brings back", BLUE)
+BASE = Mark("base alone", charts.VERMILION, "o", dashed=True, hollow=True)
+RESTORED = Mark("restored", charts.BLUE, "o")
+CACHES = {"full": Mark("full cache", charts.INK, dashed=True), "base": BASE, "restored": RESTORED}
+ALONE = Mark("restored: context alone", charts.SKY, "s")
+WHOLE = Mark("restored: context and restore cache", charts.BLUE, "o")
+RECOVERED = Mark("what restoring brings back", charts.BLUE)
 PARTS = ("context", "sinks", "restore", "question")  # of the attention
 READ = {
-    "kept": Mark("pairs that are kept", BLUE, hatch="//"),
-    "evicted": Mark("pairs about to be evicted", VERMILION, hatch="\\\\"),
-    "sinks": Mark("sinks", MUTED),
-    "restore": Mark("earlier restore tokens", GREEN, hatch=".."),
-    "itself": Mark("itself", ORANGE, hatch="xx"),
+    "kept": Mark("pairs that are kept", charts.BLUE, hatch="//"),
+    "evicted": Mark("pairs about to be evicted", charts.VERMILION, hatch="\\\\"),
+    "sinks": Mark("sinks", charts.MUTED),
+    "restore": Mark("earlier restore tokens", charts.GREEN, hatch=".."),
+    "itself": Mark("itself", charts.ORANGE, hatch="xx"),
 }
-KLS = ("kl_profile", "kl_profile_backward", "kl_attention")
+WHERE = {"first": "first answer token", "answer": "tokens of the answer"}
 FEW = 12  # layers that a narrow chart has room for; restore tokens that are shown one by one
 FLOOR = 0.001  # of layers_below
 Analysis = Mapping[str, object]
@@ -102,12 +82,14 @@ def attention(analysis: Analysis, figures: Mapping, heading: str, name: str) -> 
     layers = range(len(caches["base"]["context"]))
     masses = {cache: {part: 100 * np.array(found[part]) for part in PARTS} for cache, found in caches.items()}
     marks = CACHES | {"restored": ALONE}
-    content: list[Line | Area] = [Line(marks[cache], layers, found["context"]) for cache, found in masses.items()]
+    content = [charts.Line(marks[cache], layers, found["context"]) for cache, found in masses.items()]
     if "restored" in masses:
         whole = masses["restored"]["context"] + masses["restored"]["restore"]
-        content += [Line(WHOLE, layers, whole), Area(RECOVERED, layers, masses["base"]["context"], whole)]
-    width = NARROW if len(layers) <= FEW else WIDE
-    panel = Panel(content, index_axis("layer", len(layers)), Axis("attention (%)", low=0), width=width, height=3.3)
+        content += [charts.Line(WHOLE, layers, whole)]
+        content += [charts.Area(RECOVERED, layers, masses["base"]["context"], whole)]
+    width = charts.NARROW if len(layers) <= FEW else charts.WIDE
+    x = charts.index_axis("layer", len(layers))
+    panel = Panel(content, x, Axis("attention (%)", low=0), width=width, height=3.3)
     data = [
         {"cache": cache, "layer": layer, **{part: found[part][layer] for part in PARTS}}
         for cache, found in caches.items()
@@ -120,61 +102,68 @@ def attention(analysis: Analysis, figures: Mapping, heading: str, name: str) -> 
     )
     title = f"Attention on the context by layer: {heading}"
     yield Chart(f"{name}-layers", title, [panel], f"{title}, a line for each cache", data, note)
-    yield averages(caches, heading, name)
-
-
-def averages(caches: Mapping[str, Analysis], heading: str, name: str) -> Table:
-    """Returns masses averaged over layers, and how far the profile is from the full cache's."""
-    rows = []
-    for cache, found in caches.items():
-        mean = found["average"]
-        low, high = (percent(share, 2) for share in found["context_interval"])
-        masses = [percent(mean[part], 2) for part in ("restore", "sinks", "question")]
-        below = f"{found['layers_below']} of {len(found['context'])}"
-        context = TableCell(percent(mean["context"], 2), f"{low} to {high}")
-        rows.append([CACHES[cache].label, context, *masses, below, *(ranged(found, key, 3) for key in KLS)])
-    head = [
-        "cache", "context", "restore cache", "sinks", "question", f"layers below {percent(FLOOR)} of context",
-        "KL(full || cache) of layers", "KL(cache || full) of layers", "KL of attention in a layer",
-    ]  # fmt: skip
+    columns = {
+        "cache": cache_label,
+        "context": lambda row: TableCell(
+            percent(row["average_context"], 2),
+            f"{percent(row['context_low'], 2)} to {percent(row['context_high'], 2)}",
+        ),
+        "restore cache": lambda row: percent(row["average_restore"], 2),
+        "sinks": lambda row: percent(row["average_sinks"], 2),
+        "question": lambda row: percent(row["average_question"], 2),
+        f"layers below {percent(FLOOR)} of context": lambda row: f"{row['layers_below']} of {len(layers)}",
+        "KL(full || cache) of layers": lambda row: ranged(row, "kl_profile", 3),
+        "KL(cache || full) of layers": lambda row: ranged(row, "kl_profile_backward", 3),
+        "KL of attention in a layer": lambda row: ranged(row, "kl_attention", 3),
+    }
     note = (
         "Shares of the last question token's attention, means over layers; KL in nats, of the context's mass as it is "
         "spread over layers and of the attention over retained columns (– where a layer has no mass, so that it is not "
         "defined); 95 % bootstrap intervals over contexts."
     )
-    data = [{"cache": cache, **single(found)} for cache, found in caches.items()]
-    return table(f"{name}-averages", f"Attention in numbers: {heading}", head, rows, note, data)
+    data = [{"cache": cache, **numbers(found)} for cache, found in caches.items()]
+    yield Table.of(f"{name}-averages", f"Attention in numbers: {heading}", data, columns, note)
 
 
-def single(figures: Analysis) -> dict[str, object]:
-    """Returns the figures of one number or interval, for the CSV file."""
-    singles: dict[str, object] = {f"average_{part}": value for part, value in figures.get("average", {}).items()}
+def numbers(figures: Analysis) -> dict[str, object]:
+    """Returns the figures of one number or interval, by the names of their columns in the CSV file."""
+    columns: dict[str, object] = {f"average_{part}": value for part, value in figures.get("average", {}).items()}
     for key, value in figures.items():
         if key.endswith("_interval"):
-            singles |= {key.replace("_interval", "_low"): value[0], key.replace("_interval", "_high"): value[1]}
+            columns |= zip((key.replace("_interval", end) for end in ("_low", "_high")), value, strict=True)
         elif isinstance(value, (int, float)):
-            singles[key] = value
-    return singles
+            columns[key] = value
+    return columns
 
 
-def ranged(figures: Analysis, key: str, digits: int) -> TableCell:
-    """Returns a figure with its interval, or a dash."""
-    if figures.get(key) is None:
+def ranged(row: Mapping, key: str, digits: int) -> TableCell:
+    """Returns a figure of `numbers` with its interval, or a dash."""
+    if row.get(key) is None:
         return ABSENT
-    return TableCell(number(figures[key], digits), between(*figures[f"{key}_interval"], digits))
+    return TableCell(number(row[key], digits), between(row[f"{key}_low"], row[f"{key}_high"], digits))
+
+
+def cache_label(row: Mapping) -> str:
+    return CACHES[row["cache"]].label
 
 
 def divergence(analysis: Analysis, figures: Mapping, heading: str, name: str) -> Iterator[Block]:
     """Yields KL of the next-token distributions, as the paper's 7.3 to 3.8."""
-    rows, data = [], []
-    for where, label in {"first": "first answer token", "answer": "tokens of the answer"}.items():
-        for cache, found in figures["caches"].items():
-            kls = [ranged(found[where], kind, 2) for kind in ("forward", "backward", "symmetric")]
-            rows.append([label, CACHES[cache].label, *kls, percent(found[where]["agreement"])])
-            data.append({"where": where, "cache": cache, **single(found[where])})
-    head = ["where", "cache", "KL(full || cache)", "KL(cache || full)", "mean of both", "same likeliest token"]
+    data = [
+        {"where": where, "cache": cache, **numbers(found[where])}
+        for where in WHERE
+        for cache, found in figures["caches"].items()
+    ]
+    columns = {
+        "where": lambda row: WHERE[row["where"]],
+        "cache": cache_label,
+        "KL(full || cache)": lambda row: ranged(row, "forward", 2),
+        "KL(cache || full)": lambda row: ranged(row, "backward", 2),
+        "mean of both": lambda row: ranged(row, "symmetric", 2),
+        "same likeliest token": lambda row: percent(row["agreement"]),
+    }
     note = "KL in nats, with 95 % bootstrap intervals over contexts; 0 is the full cache's own distribution."
-    yield table(name, f"Next-token distributions: {heading}", head, rows, note, data, left=(0, 1))
+    yield Table.of(name, f"Next-token distributions: {heading}", data, columns, note, left=(0, 1))
 
 
 def survivors(analysis: Analysis, figures: Mapping, heading: str, name: str) -> Iterator[Block]:
@@ -196,26 +185,31 @@ def survivors(analysis: Analysis, figures: Mapping, heading: str, name: str) -> 
         "the share of pairs kept in every twentieth of the context; by head: percent of the context's tokens."
     )
     yield Chart(name, title, [layers_panel(layers), positions_panel(positions), *heads], title, data, note)
-    rows, data = [], []
-    for cache, found in caches.items():
-        for kind, share in found["classes"].items():
-            rows.append([CACHES[cache].label, kind, *(percent(share[key]) for key in ("tokens", "kept", "held"))])
-            data.append({"cache": cache, "class": kind, **share})
+    data = [
+        {"cache": cache, "class": kind, **share}
+        for cache, found in caches.items()
+        for kind, share in found["classes"].items()
+    ]
     lost = ", ".join(f"{CACHES[cache].label} {percent(found['forgotten'])}" for cache, found in caches.items())
     note = f"Tokens of the context that no head holds: {lost}."
     if "overlap" in figures:
-        overlap = ranged(figures["overlap"], "jaccard", 3)
+        overlap = ranged(numbers(figures["overlap"]), "jaccard", 3)
         note += f" Pairs kept by both over pairs kept by either: {overlap.text} (95 % interval {overlap.small})."
-    head = ["cache", "kind of token", "of the context's tokens", "of their pairs kept", "of all held pairs"]
-    title = f"Kinds of tokens that survive: {heading}"
-    yield table(f"{name}-kinds", title, head, rows, note, data, left=(0, 1))
+    columns = {
+        "cache": cache_label,
+        "kind of token": "class",
+        "of the context's tokens": lambda row: percent(row["tokens"]),
+        "of their pairs kept": lambda row: percent(row["kept"]),
+        "of all held pairs": lambda row: percent(row["held"]),
+    }
+    yield Table.of(f"{name}-kinds", f"Kinds of tokens that survive: {heading}", data, columns, note, left=(0, 1))
 
 
-def gaze(analysis: Analysis, figures: Mapping, heading: str, name: str) -> Iterator[Block]:
+def restore_attention(analysis: Analysis, figures: Mapping, heading: str, name: str) -> Iterator[Block]:
     """Yields bars by restore token, and the tokens that each attends to most."""
     masses = {part: np.mean(figures[part], axis=0) for part in READ}  # (n,), means over layers
     tokens = [str(token) for token in range(len(masses["kept"]))]
-    panel = bars(Bars(tokens, {mark: 100 * masses[part] for part, mark in READ.items()}), "attention (%)")
+    panel = charts.bars(charts.Bars(tokens, {mark: 100 * masses[part] for part, mark in READ.items()}), "attention (%)")
     title = f"Attention of the restore pass, by restore token: {heading}"
     seen, blind = (percent(figures["kept_share"][key]) for key in ("seen", "blind"))
     note = (
@@ -236,7 +230,7 @@ def gaze(analysis: Analysis, figures: Mapping, heading: str, name: str) -> Itera
         document = str(example["document"])
         title = f"Context {document}: what restore tokens attend to most, {heading}"
         head = ["restore token", "tokens of the context, with the share of its attention on the context"]
-        yield Details(title, [table(slug(name, "context", document), title, head, rows, "", data, left=(0, 1))])
+        yield Details(title, [Table(slug(name, "context", document), title, head, rows, "", data, left=(0, 1))])
 
 
 KINDS = {
@@ -260,6 +254,6 @@ KINDS = {
         "Where restore tokens look",
         "The restore pass reads the full cache before eviction: how much of its attention falls on pairs that are kept "
         "and on pairs about to be evicted, and which tokens those are.",
-        gaze,
+        restore_attention,
     ),
 }

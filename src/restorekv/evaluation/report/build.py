@@ -1,18 +1,15 @@
 """The report of a run folder: a section for everything that is there."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.report import accuracy, analyses, conventions, efficiency, kept, needle, scores
-from restorekv.evaluation.report.names import Names, model_name, slug
-from restorekv.evaluation.report.page import FILES, Section, check_folder, write
-from restorekv.evaluation.report.runs import SortedResults, read, sort
+from restorekv.evaluation.report import accuracy, analyses, efficiency, kept, scores
+from restorekv.evaluation.report.page import FILES, check_folder, write
+from restorekv.evaluation.report.runs import Run, model_name, read
 from restorekv.evaluation.results import SUMMARY, Result
-from restorekv.evaluation.tables import Table
+from restorekv.evaluation.tables import Table, slug
 
 
 def report(folder: Path, out: Path | None = None) -> Path:
@@ -30,52 +27,39 @@ def report(folder: Path, out: Path | None = None) -> Path:
             f"{out} holds {others[0]}, which is no part of a report; choose another folder with --out."
         )
     run = read(folder)
-    names = Names(run)
-    sections = sections_of(folder, run, names)
+    measured = [accuracy.section, scores.section, scores.metrics, kept.fidelity, accuracy.needles]
+    sections = [section for make in measured for section in make(run)]
+    sections += analyses.sections(folder) + efficiency.sections(folder) + kept.section(run) + kept.conventions(run)
     if not sections:
         raise RestoreKVError(f"{folder} holds no results to report; run `restorekv eval --out {folder}` first.")
-    found = scores.pairs(run, names)
+    found = scores.pairs(run)
     summary = [f"Restoring at the same budget: {scores.count(found)}"] if found else []
-    return write(out, title(run), sections, summary, subtitle(run, names))
-
-
-def sections_of(folder: Path, run: SortedResults, names: Names) -> list[Section]:
-    """Returns the sections in the order of the page."""
-    measured = [accuracy.section, scores.section, scores.metrics, kept.fidelity, needle.section]
-    sections = [section for make in measured for section in make(run, names)]
-    sections += analyses.sections(folder) + efficiency.sections(folder)
-    return sections + kept.section(run, names) + conventions.section(run, names)
+    return write(out, title(run), sections, summary, subtitle(run))
 
 
 def terminal(results: Sequence[Result]) -> list[Table]:
     """Returns what `restorekv eval` prints of its cells: scores, further metrics, fidelity and what caches held."""
-    run = sort(results)
-    names = Names(run)
-    tables = []
+    run, tables = Run(results), []
     for condition in run.conditions:
-        columns = scores.columns_of(run, condition, "")
-        words = f"{model_name(condition.model)}, {names.benchmark(condition)}, {condition.protocol} protocol"
-        tables += (
-            [scores.of_columns(run, names, columns, f"{words}: scores", slug("scores", names.key(condition)))]
-            if columns
-            else []
-        )
-    for section in (*scores.metrics(run, names), *kept.fidelity(run, names)):
+        if columns := scores.columns_of(run, condition, ""):
+            words = f"{model_name(condition.model)}, {run.benchmark(condition)}, {condition.protocol} protocol"
+            tables.append(scores.of_columns(run, columns, f"{words}: scores", slug("scores", run.key(condition))))
+    for section in (*scores.metrics(run), *kept.fidelity(run)):
         tables += section.blocks
-    return tables + [kept.of_condition(run, names, condition) for condition in run.conditions]
+    return tables + [kept.of_condition(run, condition) for condition in run.conditions]
 
 
-def title(run: SortedResults) -> str:
+def title(run: Run) -> str:
     """Says what was measured."""
     models = dict.fromkeys(model_name(each.model).replace("Bundled", "the bundled") for each in run.conditions)
     return f"Answers from compressed caches: {listed(models)}" if models else "Attention and cost of compressed caches"
 
 
-def subtitle(run: SortedResults, names: Names) -> str:
+def subtitle(run: Run) -> str:
     """Says which benchmarks and protocols, how much of it is done, and when it was measured."""
     if not run.results:
         return ""
-    benchmarks = listed(dict.fromkeys(map(names.benchmark, run.conditions)))
+    benchmarks = listed(dict.fromkeys(map(run.benchmark, run.conditions)))
     ways = list(dict.fromkeys(condition.protocol for condition in run.conditions))
     done = [result for result in run.results if result.done]
     words = (

@@ -1,35 +1,20 @@
 """What compressing costs with and without the restore pass, and what a compressed cache saves when it is asked."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 
-from restorekv.evaluation.charts import (
-    GREEN,
-    MUTED,
-    SKY,
-    VERMILION,
-    Axis,
-    Bars,
-    Chart,
-    Line,
-    Mark,
-    Panel,
-    bars,
-    ratio_axis,
-)
+from restorekv.evaluation import charts
+from restorekv.evaluation.charts import Axis, Chart, Line, Mark, Panel
 from restorekv.evaluation.report.analyses import BASE, RESTORED, explained, read
-from restorekv.evaluation.report.names import evictor_name, slug
 from restorekv.evaluation.report.page import Block, Section
-from restorekv.evaluation.tables import UNKNOWN, Table, number, percent, table
+from restorekv.evaluation.tables import UNKNOWN, Table, evictor_name, number, percent, slug
 
 FOLDER = "efficiency"
 PHASES = {
-    "prefill": Mark("prefill", MUTED),
-    "score": Mark("scoring", SKY, hatch="//"),
-    "restore": Mark("restore pass", VERMILION, hatch="xx"),
-    "evict": Mark("eviction", GREEN, hatch=".."),
+    "prefill": Mark("prefill", charts.MUTED),
+    "score": Mark("scoring", charts.SKY, hatch="//"),
+    "restore": Mark("restore pass", charts.VERMILION, hatch="xx"),
+    "evict": Mark("eviction", charts.GREEN, hatch=".."),
 }
 INTRO = (
     "Compressing happens once a context: prefill, scoring, the restore pass, eviction. Afterwards every step of an "
@@ -57,7 +42,7 @@ def compression(found: Mapping) -> Chart:
     title = f"Time to compress a context: {found['label']}"
     labels = [evictor_name(row["evictor"]) + " + RestoreKV" * row["restored"] for row in rows]
     parts = {mark: [row["seconds"][phase] for row in rows] for phase, mark in PHASES.items()}
-    panel = bars(Bars(labels, parts, [[f"{row['seconds']['total']:.3g} s" for row in rows]]), "seconds")
+    panel = charts.bars(charts.Bars(labels, parts, [[f"{row['seconds']['total']:.3g} s" for row in rows]]), "seconds")
     data = [
         {"evictor": row["evictor"], "restored": row["restored"], **row["seconds"], "peak": row["peak"]} for row in rows
     ]
@@ -66,28 +51,34 @@ def compression(found: Mapping) -> Chart:
 
 
 def costs(found: Mapping) -> Table:
-    """Returns what the restore pass adds."""
-    rows, data = [], []
-    peaks = {(row["evictor"], row["restored"]): row for row in found["compression"]}
-    for evictor, more in found["overhead"].items():
-        base, restored = peaks[evictor, False], peaks[evictor, True]
-        sizes = [UNKNOWN if size is None else f"{number(size / 1e6)} MB"
-                 for size in (base["peak"], restored["peak"], more["peak"])]  # fmt: skip
-        rows.append([
-            evictor_name(evictor), restored["adapter"] or UNKNOWN, f"{number(1000 * more['seconds'])} ms",
-            percent(more["share"], 2), *sizes, percent(more["peak_share"], 2),
-        ])  # fmt: skip
-        data.append({"evictor": evictor, **more, "base_peak": base["peak"], "restored_peak": restored["peak"]})
-    head = [
-        "method", "adapter", "restore pass", "of the base's time", "peak memory, base", "peak memory, restored",
-        "difference", "of the base's peak",
+    rows = {(row["evictor"], row["restored"]): row for row in found["compression"]}
+    data = [
+        {
+            "evictor": evictor, **more, "base_peak": rows[evictor, False]["peak"],
+            "restored_peak": rows[evictor, True]["peak"],
+        }
+        for evictor, more in found["overhead"].items()
     ]  # fmt: skip
+    columns = {
+        "method": lambda row: evictor_name(row["evictor"]),
+        "adapter": lambda row: rows[row["evictor"], True]["adapter"] or UNKNOWN,
+        "restore pass": lambda row: f"{number(1000 * row['seconds'])} ms",
+        "of the base's time": lambda row: percent(row["share"], 2),
+        "peak memory, base": lambda row: megabytes(row["base_peak"]),
+        "peak memory, restored": lambda row: megabytes(row["restored_peak"]),
+        "difference": lambda row: megabytes(row["peak"]),
+        "of the base's peak": lambda row: percent(row["peak_share"], 2),
+    }
     note = (
         "Peak memory is what comes on top of the loaded model; – where the system does not tell. A random adapter "
         "costs what a trained one does."
     )
     title = f"What the restore pass adds: {found['label']}"
-    return table(slug("efficiency", found["name"], "cost"), title, head, rows, note, data, left=(0, 1))
+    return Table.of(slug("efficiency", found["name"], "cost"), title, data, columns, note, left=(0, 1))
+
+
+def megabytes(size: float | None) -> str:
+    return UNKNOWN if size is None else f"{number(size / 1e6)} MB"
 
 
 def latency(found: Mapping) -> Chart:
@@ -104,7 +95,7 @@ def latency(found: Mapping) -> Chart:
         if mine:
             times.append(Line(mark, ratios, [row["milliseconds"] for row in mine], (low, high)))
             sizes.append(Line(mark, ratios, [row["bytes"] / size for row in mine]))
-    x = ratio_axis({row["ratio"] for row in rows})
+    x = charts.ratio_axis({row["ratio"] for row in rows})
     panels = [
         Panel(times, x, Axis("milliseconds a layer and step", low=0), "Attention latency"),
         Panel(sizes, x, Axis(f"cache ({unit})", low=0), "Cache memory"),

@@ -1,17 +1,16 @@
-"""How far caches are from the full one, what they held, and how two protocols differ in that."""
+"""How far caches are from the full one, what they held, how two protocols differ in that, and how all was made."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import combinations
 
 from restorekv.compression.prepared import SINKS
 from restorekv.evaluation import protocols
-from restorekv.evaluation.fidelity import summarized
-from restorekv.evaluation.report.names import Names, model_name, slug
-from restorekv.evaluation.report.page import Block, Points, Section
-from restorekv.evaluation.report.runs import Condition, SeedPool, SortedResults
-from restorekv.evaluation.tables import ABSENT, Table, TableCell, at, between, number, percent, table
+from restorekv.evaluation.report.page import Details, Section
+from restorekv.evaluation.report.runs import Condition, Run, model_name
+from restorekv.evaluation.rows import SeedPool
+from restorekv.evaluation.tables import ABSENT, Table, TableCell, at, between, number, percent, slug
 
 FIDELITY = (
     "How far a compressed cache's predictions are from the full cache's, whatever the references say: the mean "
@@ -31,111 +30,101 @@ BOTH = (
 )
 
 
-def fidelity(run: SortedResults, names: Names) -> list[Section]:
+def fidelity(run: Run) -> list[Section]:
     """Returns a table for every condition whose finished cells recorded their fidelity."""
     blocks = []
     for condition, grid in run.conditions.items():
-        figures = {
-            (names.label(method), ratio): found
-            for method in names.of(condition)
+        data = [
+            {"method": run.label(method), "ratio": ratio, **found}
+            for method in run.of(condition)
             for ratio, pool in grid.done(method).items()
-            if (found := summarized(pool.lines))
-        }
-        if figures:
-            ratios = sorted({ratio for _, ratio in figures}, reverse=True)
-            rows = [
-                [label, *(divergence(figures.get((label, ratio))) for ratio in ratios)]
-                for label in map(names.label, names.of(condition))
-            ]
-            data = [{"method": label, "ratio": ratio, **found} for (label, ratio), found in figures.items()]
-            name, title = slug("fidelity", names.key(condition)), f"{names.condition(condition)}: fidelity"
-            blocks.append(table(name, title, ["method", *map(at, ratios)], rows, FIDELITY_NOTE, data))
+            if (found := pool.fidelity())
+        ]
+        if data:
+            shown = {(row["method"], row["ratio"]): divergence(row) for row in data}
+            ratios = sorted({row["ratio"] for row in data}, reverse=True)
+            labels = map(run.label, run.of(condition))
+            rows = [[label, *(shown.get((label, ratio), ABSENT) for ratio in ratios)] for label in labels]
+            name, title = slug("fidelity", run.key(condition)), f"{run.condition(condition)}: fidelity"
+            blocks.append(Table(name, title, ["method", *map(at, ratios)], rows, FIDELITY_NOTE, data))
     return [Section("Fidelity to the full cache", FIDELITY, blocks)] if blocks else []
 
 
-def divergence(found: Mapping | None) -> TableCell:
-    if found is None:
-        return ABSENT
-    same = f"{percent(found['same'] / 100, 0)} the same"
-    return TableCell(number(found["kl"], 3), f"{between(found['kl_low'], found['kl_high'], 3)}; {same}")
+def divergence(row: Mapping) -> TableCell:
+    same = f"{percent(row['same'] / 100, 0)} the same"
+    return TableCell(number(row["kl"], 3), f"{between(row['kl_low'], row['kl_high'], 3)}; {same}")
 
 
-def section(run: SortedResults, names: Names) -> list[Section]:
+def section(run: Run) -> list[Section]:
     """Returns a table of pairs and bytes for every condition, and what two protocols make of one ratio."""
-    kept = [of_condition(run, names, each) for each in run.conditions if run.conditions[each].pools]
-    both = [block for pair in twins(run) for block in compared(run, names, *pair)]
-    sections = [Section("What the caches held", KEPT, kept)] if kept else []
+    held = [of_condition(run, each) for each in run.conditions if run.conditions[each].pools]
+    both = [block for pair in twins(run) if (block := compared(run, *pair))]
+    sections = [Section("What the caches held", KEPT, held)] if held else []
     return sections + ([Section("Both protocols", BOTH, both)] if both else [])
 
 
-def of_condition(run: SortedResults, names: Names, condition: Condition) -> Table:
+def of_condition(run: Run, condition: Condition) -> Table:
     """Returns means over the contexts answered so far."""
-    full, rows, data = run.conditions[condition].full, [], []
-    for label, ratio, pool in names.pools(condition):
+    full, data, contexts = run.conditions[condition].full, [], {}
+    for label, ratio, pool in run.pools(condition):
         done, of = pool.progress
-        held = {key: pool.mean(key) for key in ("pairs", "pairs_with_prefix", "bytes", "restore_tokens")}
-        shares = {"kept": pool.kept(), "kept_with_prefix": pool.kept(prefix=True)}
-        shares["of_full"] = held["bytes"] / full.mean("bytes") if full and full.lines else None
-        data.append({"method": label, "ratio": ratio, **held, **shares, "contexts": done})
-        sizes = [
-            TableCell(f"{size:,.0f}", percent(share, 2))
-            for size, share in zip(held.values(), shares.values(), strict=False)
-        ]
-        contexts = f"{done:,}" if pool.done else f"{done} of {of}"
-        rows.append([label, f"{ratio:g}", *sizes, number(held["restore_tokens"]), contexts])
-    head = ["method", "r", "pairs", "pairs with prefix", "bytes", "restore tokens", "contexts"]
+        contexts[label, ratio] = f"{done:,}" if pool.done else f"{done} of {of}"
+        data.append({
+            "method": label, "ratio": ratio,
+            **{key: pool.mean(key) for key in ("pairs", "pairs_with_prefix", "bytes", "restore_tokens")},
+            "kept": pool.kept(), "kept_with_prefix": pool.kept(prefix=True),
+            "of_full": pool.mean("bytes") / full.mean("bytes") if full and full.lines else None, "contexts": done,
+        })  # fmt: skip
+    columns = {
+        "method": "method",
+        "r": lambda row: f"{row['ratio']:g}",
+        "pairs": lambda row: TableCell(f"{row['pairs']:,.0f}", percent(row["kept"], 2)),
+        "pairs with prefix": lambda row: TableCell(
+            f"{row['pairs_with_prefix']:,.0f}", percent(row["kept_with_prefix"], 2)
+        ),
+        "bytes": lambda row: TableCell(f"{row['bytes']:,.0f}", percent(row["of_full"], 2)),
+        "restore tokens": lambda row: number(row["restore_tokens"]),
+        "contexts": lambda row: contexts[row["method"], row["ratio"]],
+    }
     note = "Means over contexts; below them what that is of the full cache's. Bytes count whatever a cache holds."
-    title = f"{names.condition(condition)}: what the caches held"
-    return table(slug("kept", names.key(condition)), title, head, rows, note, data)
+    title = f"{run.condition(condition)}: what the caches held"
+    return Table.of(slug("kept", run.key(condition)), title, data, columns, note)
 
 
-def twins(run: SortedResults) -> Iterator[tuple[Condition, Condition]]:
+def twins(run: Run) -> Iterator[tuple[Condition, Condition]]:
     """Yields what ran under both protocols, each with its own prefix policy."""
-    first, second = protocols.PROTOCOLS
-    policies = {name: protocols.make(name).prefix_policy for name in (first, second)}
-    for one in run.conditions:
-        other = replace(one, protocol=second, prefix_policy=policies[second])
-        if one.protocol == first and one.prefix_policy == policies[first] and other in run.conditions:
+    own = [each for each in run.conditions if each.prefix_policy == protocols.make(each.protocol).prefix_policy]
+    for one, other in combinations(own, 2):
+        same = replace(one, protocol=other.protocol, prefix_policy=other.prefix_policy) == other
+        if same and one.protocol != other.protocol:
             yield one, other
 
 
-def compared(run: SortedResults, names: Names, one: Condition, other: Condition) -> Iterator[Block]:
-    """Yields a sentence for every ratio that is finished under both protocols, and the pairs held as a table."""
-    grids = [run.conditions[condition] for condition in (one, other)]
-    sentences, data = [], []
+def compared(run: Run, one: Condition, other: Condition) -> Table | None:
+    """Returns the pairs held at every ratio that is finished under both protocols."""
+    grids, data = [run.conditions[condition] for condition in (one, other)], []
     for ratio in grids[0].ratios:
-        pools = [[grid.at(method, ratio) for grid in grids] for method in names.of(one)]
+        pools = [[grid.at(method, ratio) for grid in grids] for method in run.of(one)]
         done = [pair for pair in pools if all(pool and pool.done for pool in pair)]
-        if done:
-            both = [sizes(*each) for each in zip((one, other), (ratio,) * 2, zip(*done, strict=True), strict=True)]
-            sentences.append(difference(both))
-            data += both
-    if all(grid.full and grid.full.done for grid in grids):
-        scores = [grid.full.score()["score"] for grid in grids]
-        sentences.append(
-            f"With nothing evicted the full cache scores {number(scores[0])} under {one.protocol} and "
-            f"{number(scores[1])} under {other.protocol}: templates and stops alone make that difference."
-        )
-    rows = [
-        [TableCell(at(row["ratio"]), row["protocol"]), *(f"{row[key]:,.0f}" for key in ("budget", "held", "context")),
-         f"{row['prefix']:,.1f}", f"{row['tokens']:,.0f}", percent(row["real_ratio"], 2)]
-        for row in data
-    ]  # fmt: skip
-    head = [
-        TableCell("asked for", "protocol"), "pairs in the budget", "pairs held, prefix included",
-        "of them context and restore cache", "prefix S (tokens)", "context T (tokens)", "real ratio",
-    ]  # fmt: skip
+        data += [sizes(*each, ratio) for each in zip((one, other), zip(*done, strict=True), strict=True) if done]
+    columns = {
+        "asked for": lambda row: TableCell(at(row["ratio"]), row["protocol"]),
+        "pairs in the budget": lambda row: f"{row['budget']:,.0f}",
+        "pairs held, prefix included": lambda row: f"{row['held']:,.0f}",
+        "of them context and restore cache": lambda row: f"{row['context']:,.0f}",
+        "prefix S (tokens)": lambda row: f"{row['prefix']:,.1f}",
+        "context T (tokens)": lambda row: f"{row['tokens']:,.0f}",
+        "real ratio": lambda row: percent(row["real_ratio"], 2),
+    }
     note = (
         "Means over contexts and methods. The real ratio is pairs held over all pairs of prefix and context, "
         "L H (S + T). What else differs between the protocols is below, under conventions."
     )
-    title = f"{model_name(one.model)}, {names.benchmark(one)}: pairs held under both protocols"
-    yield Points(sentences or ["No pair of cells is finished under both protocols yet."])
-    if data:
-        yield table(slug("protocol-pairs", names.key(one)), title, head, rows, note, data)
+    title = f"{model_name(one.model)}, {run.benchmark(one)}: pairs held under both protocols"
+    return Table.of(slug("protocol-pairs", run.key(one)), title, data, columns, note) if data else None
 
 
-def sizes(condition: Condition, ratio: float, pools: Sequence[SeedPool]) -> dict[str, object]:
+def sizes(condition: Condition, pools: tuple[SeedPool, ...], ratio: float) -> dict[str, object]:
     """Returns what caches of a protocol held at a ratio, means over `pools` and their contexts.
 
     `context` are the pairs of context and restore cache; `held` counts the whole prefix.
@@ -152,14 +141,46 @@ def sizes(condition: Condition, ratio: float, pools: Sequence[SeedPool]) -> dict
     }  # fmt: skip
 
 
-def difference(both: Sequence[Mapping]) -> str:
-    """Says how many pairs two protocols hold at one ratio, and how many of them are left for the context."""
-    less, more = sorted(both, key=lambda row: row["held"])
-    extra = more["held"] - less["held"]
-    ahead, behind = sorted(both, key=lambda row: -row["context"])
-    return (
-        f"At {at(less['ratio'])}, {more['protocol']} holds {more['held']:,.0f} pairs and {less['protocol']} "
-        f"{less['held']:,.0f}: {extra:,.0f} more ({percent(extra / less['held'])}). For context and restore cache that "
-        f"leaves {ahead['context']:,.0f} under {ahead['protocol']} and {behind['context']:,.0f} under "
-        f"{behind['protocol']} ({percent(ahead['context'] / behind['context'] - 1, sign=True)})."
-    )
+def conventions(run: Run) -> list[Section]:
+    """Returns what all cells were made with: what is common, what differs by condition, and all of it as CSV."""
+    if not run.results:
+        return []
+    data = [{"cell": result.folder.name, **flat(result.facts)} for result in run.results]
+    keys = list(dict.fromkeys(key for facts in data for key in facts if key != "cell"))
+    common = [key for key in keys if len(values(data, key)) == 1]
+    differing = [key for key in keys if key not in common]
+    intro = f"{len(data)} cells share {len(common)} conventions and versions and differ in {len(differing)}."
+    versions = ", ".join(key.partition(".")[2] for key in differing if key.startswith("versions."))
+    intro += f" They were not all made with the same versions of {versions}." if versions else ""
+    title, rows = "The same in all cells", [[key, *values(data, key)] for key in common]
+    blocks = [Details(title, [Table("conventions", title, ["convention", "value"], rows, "", data, left=(0, 1))])]
+    if differing:
+        grids = run.conditions.values()
+        facts = [[flat(result.facts) for pool in grid.pools for result in pool.results] for grid in grids]
+        rows = [[key, *("; ".join(values(each, key)) for each in facts)] for key in differing]
+        head = ["convention", *map(run.condition, run.conditions)]
+        title, note = "Where cells differ", "Several values: they differ between the condition's cells."
+        blocks.append(Details(title, [Table("differences", title, head, rows, note, left=range(len(head)))]))
+    return [Section("Conventions and versions", intro, blocks)]
+
+
+def values(cells: Iterable[Mapping], key: str) -> list[str]:
+    """Returns what the cells say of a convention, each value once."""
+    return list(dict.fromkeys(shown(facts.get(key)) for facts in cells))
+
+
+def flat(facts: Mapping[str, object], before: str = "") -> dict[str, object]:
+    """Returns nested facts under names as "benchmark.digest"; RoPE stays one."""
+    names: dict[str, object] = {}
+    for key, value in facts.items():
+        nested = isinstance(value, Mapping) and key != "rope"
+        names |= flat(value, f"{before}{key}.") if nested else {before + key: value}
+    return names
+
+
+def shown(value: object) -> str:
+    """Returns a value on one line, in which line breaks and spaces at the ends stay visible."""
+    if value is None:
+        return "–"
+    plain = isinstance(value, str) and value and value == value.strip() and "\n" not in value
+    return value if plain else json.dumps(value, ensure_ascii=False)

@@ -1,10 +1,8 @@
 """A page of sections as a folder, written whole or not at all: index.html, which stands alone, csv/, svg/ and png/.
 
 A section holds paragraphs, lists, tables and charts. Text is plain and gets escaped; a `Markup` of markupsafe is taken
-as it is. `markdown` makes the same page as Markdown.
+as it is.
 """
-
-from __future__ import annotations
 
 import csv
 import os
@@ -20,7 +18,7 @@ from markupsafe import Markup
 
 from restorekv import __version__
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation import draw, tables
+from restorekv.evaluation import charts, draw, tables
 from restorekv.evaluation.charts import Chart
 from restorekv.evaluation.tables import Table, TableCell
 
@@ -43,7 +41,7 @@ class Details:
     """Blocks that open on a click (in print they are open)."""
 
     summary: str
-    blocks: Sequence[Block]
+    blocks: "Sequence[Block]"
 
 
 Block: TypeAlias = "str | Points | Table | Chart | Details"
@@ -69,7 +67,7 @@ def page(title: str, sections: Sequence[Section], summary: Sequence[str] = (), s
     loader = FileSystemLoader(Path(__file__).parent)
     world = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, finalize=typeset)
     world.globals |= {"kind_of": kind_of, "as_cell": tables.as_cell, "svg": draw.inline}
-    tones = {"light": dict(zip(draw.DARK, draw.DARK, strict=True)), "dark": draw.DARK}
+    tones = {"light": dict(zip(charts.DARK, charts.DARK, strict=True)), "dark": charts.DARK}
     style = world.get_template("page.css").render(
         {theme: " ".join(f"--{name[1:]}: {color};" for name, color in of.items()) for theme, of in tones.items()}
     )
@@ -85,7 +83,6 @@ def typeset(value: object) -> object:
 
 
 def kind_of(block: Block) -> str:
-    """Returns which part of page.html shows the block."""
     return type(block).__name__.lower() if isinstance(block, (Table, Chart, Points, Details)) else "text"
 
 
@@ -102,8 +99,8 @@ def write(
         for block in exhibits(sections):
             write_csv(new / "csv" / f"{block.name}.csv", block)
             if isinstance(block, Chart):
-                (new / SVG / f"{block.name}.svg").write_text(draw.svg(block), encoding="utf-8")
-                (new / "png" / f"{block.name}.png").write_bytes(draw.png(block))
+                for ending in (SVG, "png"):
+                    (new / ending / f"{block.name}.{ending}").write_bytes(draw.image(block, ending))
         (new / INDEX).write_text(page(title, sections, summary, subtitle), encoding="utf-8")
         if folder.exists():
             os.replace(folder, Path(temporary) / "old")
@@ -148,29 +145,3 @@ def write_csv(path: Path, block: Table | Chart) -> None:
         writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)), restval="")
         writer.writeheader()
         writer.writerows(rows)
-
-
-def markdown(title: str, summary: Sequence[str], sections: Sequence[Section]) -> str:
-    """Returns the page as Markdown; its charts are the SVG files beside it."""
-    parts = [f"# {title}", *summary]
-    for section in sections:
-        verdict = f"**{section.verdict.text}**" if section.verdict else ""
-        parts += filter(None, (f"## {section.title}", verdict, section.intro))
-        parts += paragraphs(section.blocks)
-    return "\n\n".join(parts) + "\n"
-
-
-def paragraphs(blocks: Sequence[Block]) -> Iterator[str]:
-    """Yields the Markdown paragraphs of blocks."""
-    for block in blocks:
-        if isinstance(block, Table):
-            yield from filter(None, (f"### {block.title}", tables.markdown(block), block.note))
-        elif isinstance(block, Points):
-            yield "\n".join(f"- {item}" for item in block.items)
-        elif isinstance(block, Details):
-            yield f"### {block.summary}"
-            yield from paragraphs(block.blocks)
-        elif isinstance(block, Chart):
-            yield f"![{block.title}. {block.alt}.]({SVG}/{block.name}.svg)"
-        else:
-            yield str(block)

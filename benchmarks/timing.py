@@ -1,0 +1,29 @@
+"""Wall time of phases and tokens; imports no restorekv, so that kvpress's side can use it too."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from statistics import median
+
+
+class TokenTimer:
+    """Call it after every generated token; the first call follows the question, every later one a single token."""
+
+    def __init__(self) -> None:
+        self.times = [time.perf_counter()]
+
+    def __call__(self, *_: object) -> None:
+        self.times.append(time.perf_counter())
+
+    def figures(self) -> dict[str, float]:
+        """Returns seconds to the first token (`question`) and the median of the later gaps (`token`), one skipped."""
+        gaps = [late - early for early, late in zip(self.times, self.times[1:], strict=False)]
+        return {"question": gaps[0], "token": median(gaps[2:]), "least": min(gaps[2:]), "most": max(gaps[2:])}
+
+
+@contextlib.contextmanager
+def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Writes the block's wall time to `seconds[phase]`."""
+    start = time.perf_counter()
+    yield
+    seconds[phase] = time.perf_counter() - start

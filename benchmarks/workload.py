@@ -1,0 +1,69 @@
+"""What benchmarks measure: a model of random weights, a tokenizer of bytes, and the machine that runs them.
+
+Nothing is downloaded: time and memory depend on shapes, not on what the weights say.
+"""
+
+import contextlib
+import platform
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from restorekv.evaluation.measure import processor
+
+PACKAGES = ("restorekv", "torch", "transformers", "peft", "triton")
+SHAPE = {  # of Qwen3-0.6B
+    "num_hidden_layers": 28,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "vocab_size": 151_936,
+    "max_position_embeddings": 40_960,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+}
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def save_model(folder: Path, shape: dict[str, object], seed: int) -> int:
+    """Saves random bfloat16 weights (tied embeddings, no EOS) and returns the number of parameters."""
+    config = Qwen3Config(**shape, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    return model.num_parameters()
+
+
+def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """Saves and returns a tokenizer with one token per byte and a chat template."""
+    alphabet = SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({symbol: number for number, symbol in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=SPECIAL[0], chat_template=TEMPLATE)
+    fast.save_pretrained(folder)
+    return fast
+
+
+def describe_machine(threads: int) -> dict:
+    """Returns {date, versions, processor, threads, system}, and on a GPU its name as `device`."""
+    versions = {}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):  # some are extras
+            versions[name] = version(name)
+    gpu = {"device": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    return {
+        "date": datetime.now(UTC).date().isoformat(), "versions": versions, "processor": processor(),
+        "threads": threads, "system": platform.platform(), **gpu,
+    }  # fmt: skip

@@ -1,0 +1,36 @@
+"""The page as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from restorekv.evaluation.charts import Chart
+from restorekv.evaluation.report.page import SVG, Block, Details, Points, Section
+from restorekv.evaluation.tables import Table
+from restorekv.evaluation.tables import markdown as table_rows
+
+
+def markdown(title: str, summary: Sequence[str], sections: Sequence[Section]) -> str:
+    """Returns the page as Markdown; its charts are the SVG files beside it."""
+    parts = [f"# {title}", *summary]
+    for section in sections:
+        verdict = f"**{section.verdict.text}**" if section.verdict else ""
+        parts += filter(None, (f"## {section.title}", verdict, section.intro))
+        parts += paragraphs(section.blocks)
+    return "\n\n".join(parts) + "\n"
+
+
+def paragraphs(blocks: Sequence[Block]) -> Iterator[str]:
+    """Yields the Markdown paragraphs of blocks."""
+    for block in blocks:
+        if isinstance(block, Table):
+            yield from filter(None, (f"### {block.title}", table_rows(block), block.note))
+        elif isinstance(block, Points):
+            yield "\n".join(f"- {item}" for item in block.items)
+        elif isinstance(block, Details):
+            yield f"### {block.summary}"
+            yield from paragraphs(block.blocks)
+        elif isinstance(block, Chart):
+            yield f"![{block.title}. {block.alt}.]({SVG}/{block.name}.svg)"
+        else:
+            yield str(block)
