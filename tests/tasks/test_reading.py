@@ -21,8 +21,7 @@ from restorekv.tasks.base import digest
 from restorekv.tasks.excerpts import packed, split_text, spread
 from restorekv.tasks.fairytaleqa import passages_of
 from restorekv.tasks.metrics import exact_match, longest_common_f1
-from restorekv.tasks.reading import TEXTS
-from restorekv.tasks.wording import WORDING
+from restorekv.tasks.reading import TEXTS, WORDING
 from tests.helpers.models import build_model
 
 NAMES = ("fairytaleqa", "xquad", "hotpotqa", "factbook")

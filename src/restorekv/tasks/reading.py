@@ -1,4 +1,4 @@
-"""What benchmarks of one file share: free answers about texts that ship (`Reading`), and lettered options."""
+"""What the benchmarks share that ask for free answers about texts that ship."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,14 +10,13 @@ from typing import ClassVar, get_args
 from restorekv.data.files import identity
 from restorekv.errors import RestoreKVError
 from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, token_counter
-from restorekv.tasks.metrics import letter, token_f1
+from restorekv.tasks.metrics import token_f1
 from restorekv.tasks.rows import local_rows, well_formed
 from restorekv.tasks.splits import EVALUATION, Split
-from restorekv.tasks.wording import LETTERS, WORDING, apart, with_options, worded
 
 TEXTS = Path(__file__).parent / "texts"
+WORDING = "\n\nQuestion: {q}\nAnswer:"  # the best of eleven on training documents: recipes/smollm2/wording.py
 MAX_NEW_TOKENS = 32  # the wording was chosen with this limit
-LETTER_TOKENS = 128  # of RestoreKV's own evaluation
 
 
 @dataclass(frozen=True)
@@ -60,9 +59,12 @@ class Reading(Benchmark):
         return well_formed(f"{place} is not in the form of {self.title}", f"compare it with {TEXTS / self.shipped}")
 
     def question(self, name: str, task: str, text: str, answers: Sequence[str]) -> Question:
-        """Returns a question in the wording that all benchmarks of this kind share."""
-        text, facts = worded(text.strip())
-        return Question(name, task, text, tuple(answers), MAX_NEW_TOKENS, facts=facts)
+        """Returns a question in the wording that all benchmarks of this kind share.
+
+        The fact `bare` keeps KVzip's protocol from putting its own "Q: " before it, so that both protocols ask alike.
+        """
+        text = WORDING.format(q=text.strip())
+        return Question(name, task, text, tuple(answers), MAX_NEW_TOKENS, facts={"bare": True})
 
     def score(self, question: Question, prediction: str) -> float:
         return max(token_f1(prediction, answer) for answer in question.answers)
@@ -74,44 +76,6 @@ class Reading(Benchmark):
     def described(self) -> dict[str, object]:
         files = identity(str(self.located()))["files"] if self.located().exists() else []
         return {**super().described(), "files": files, "wording": WORDING}
-
-
-@dataclass(frozen=True)
-class Lettered(Benchmark):
-    """Asks questions with lettered options from one file; `path` is the file or the folder that holds it."""
-
-    file: ClassVar[str]
-    source: ClassVar[str]  # where to fetch the file
-    metric = "accuracy of the first letter read"
-
-    path: str = ""
-
-    def located(self) -> Path:
-        """Returns the path of the file, or raises RestoreKVError if there is none."""
-        path = Path(self.path) / self.file if Path(self.path).is_dir() else Path(self.path)
-        if not self.path or not path.is_file():
-            missing = f"there is no file {path}" if self.path else "its data do not ship"
-            raise RestoreKVError(
-                f"{self.title} cannot be asked because {missing}; fetch {self.file} from {self.source} and give "
-                f"{self.name}:path=FILE."
-            )
-        return path
-
-    def question(self, name: str, text: str, options: Sequence[str], right: int, protocol: str) -> Question:
-        """Returns the question whose right option is number `right`, counted from 0.
-
-        RestoreKV's own evaluation puts no "Q: " before such a question; the fact `bare` tells protocols so.
-        """
-        facts = {"options": list(options), "bare": True}
-        text = apart(with_options(text.strip(), options), protocol)
-        return Question(name, self.name, text, (LETTERS[right],), LETTER_TOKENS, facts=facts)
-
-    def by_context(self, protocol: str) -> bool:
-        """RestoreKV's own evaluation averages over contexts, as KVzip's does."""
-        return protocol == "kvzip"
-
-    def score(self, question: Question, prediction: str) -> float:
-        return float(letter(prediction) == question.answers[0])
 
 
 def check_split(split: str) -> None:

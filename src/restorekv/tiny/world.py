@@ -1,21 +1,22 @@
-"""The bundled world: English-like documents, questions about them, and how an answer is scored.
+"""The tiny world: English-like documents, questions about them, and how an answer is scored.
 
 A document is predictable filler (stories that never change) with a few facts in between, in the families of RULER
 (arXiv 2404.06654): needles (one key, several keys, several values, several queries), variable tracking, common and
 frequent words, questions over several passages; and free-form, 4-option and 5-option questions. Everything is drawn
-from one `random.Random`, so a seed determines a document.
+from one `random.Random`, so a seed determines a document. words.json has the vocabulary.
 """
 
-from __future__ import annotations
-
+import json
 import random
 import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
-from restorekv.tiny.words import CODED, DEEDS, ITEMS, JOBS, LINKS, NAMES, PEOPLE, PETS, PLACES, TIMES, TOWNS
+VOCABULARY: dict[str, list[str]] = json.loads(Path(__file__).with_name("words.json").read_text("utf-8"))
+ITEMS, NAMES, TOWNS, JOBS, PETS, LINKS, CODED, PLACES, PEOPLE, DEEDS, TIMES = VOCABULARY.values()
 
 FAMILIES = (
     "single", "multikey", "multivalue", "multiquery", "vt", "cwe", "fwe", "qa", "freeform", "choice4", "choice5",
@@ -29,7 +30,7 @@ GROUPS = {
 }
 KINDS = ("needles", "people", "links", "words")
 STORIES, SENTENCES_PER_STORY = 24, 8
-NUMBERS = range(10, 100)  # one id each in the bundled tokenizer
+NUMBERS = range(10, 100)  # one id each in the tiny tokenizer
 WORDS = [*ITEMS, *NAMES, *TOWNS, *JOBS, *PETS, *LINKS, *CODED, *map(str, NUMBERS)]
 
 
