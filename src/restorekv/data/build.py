@@ -1,7 +1,5 @@
 """Building a mixture: read, filter, let the teacher ask and answer, write. A build that was killed can be resumed."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections import Counter

@@ -4,8 +4,6 @@ JSON is parsed here because `datasets` changes it: of mixed types it makes strin
 the hub are read through `datasets`.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import importlib
@@ -151,7 +149,7 @@ def parse_json(file: Path, content: bytes, line: int = 1) -> object:
         raise RestoreKVError(f"{file}, line {line} is not UTF-8 text; convert the file first.") from error
     except (ValueError, RecursionError) as error:
         line += getattr(error, "lineno", 1) - 1
-        reason = getattr(error, "msg", str(error))
+        reason = f"{error.msg}, character {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
         raise RestoreKVError(f"{file}, line {line} is not JSON ({reason}); fix it or fetch the file again.") from error
 
 

@@ -4,8 +4,6 @@ While it is built the folder holds build.json (what is being built) and parts/ (
 last and replaces them, so a folder with a manifest is complete.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import platform

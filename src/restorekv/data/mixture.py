@@ -3,8 +3,6 @@
 Every source is a parquet file with a row per question; a repeated context is stored once.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The appendix's table of training data, made from a mixture next to the paper's own numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from rich.table import Table

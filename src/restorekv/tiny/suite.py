@@ -4,8 +4,6 @@ Splits share no document: its seed is the text `<split> <seed> <index>`, and tra
 ("pretrain ..." in recipes/tiny/examples.py, "restore" in restorekv.train).
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from functools import lru_cache

@@ -8,12 +8,11 @@ All layers are trained at once, as parameters with a leading layer axis; the mod
 KVzip gate counts once, in training as in inference: both are the one function `FastKVzip.predict`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +68,7 @@ class GateConfig:
         if not 0 < self.held_out < 1:
             raise RestoreKVError(f"held_out must be between 0 and 1, not {self.held_out:g}.")
 
-    def resolved(self, shape: CacheShape) -> GateConfig:
+    def resolved(self, shape: CacheShape) -> Self:
         """Returns the settings with numbers where None leaves the choice to the kind and the model."""
         return replace(
             self,

@@ -6,8 +6,6 @@ spread with FSDP2 (torch.distributed.fsdp.fully_shard): a process holds its shar
 layer while it runs.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
