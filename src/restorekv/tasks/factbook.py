@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from restorekv.tasks.base import Question, Sample
-from restorekv.tasks.excerpts import spread
 from restorekv.tasks.metrics import normalized
-from restorekv.tasks.reading import Reading, check_split
+from restorekv.tasks.reading import Reading, check_split, spread
 from restorekv.tasks.rows import texts
 from restorekv.tasks.splits import EVALUATION, factbook_splits
 

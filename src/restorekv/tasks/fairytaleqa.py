@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from restorekv.tasks.base import Question, Sample
-from restorekv.tasks.excerpts import check_length, split_text, spread
 from restorekv.tasks.metrics import longest_common_f1, normalized
-from restorekv.tasks.reading import Reading, check_split
+from restorekv.tasks.reading import Reading, check_length, check_split, split_text, spread
 from restorekv.tasks.rows import texts
 from restorekv.tasks.splits import EVALUATION, fairytale_split
 

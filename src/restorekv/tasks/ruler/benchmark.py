@@ -5,12 +5,14 @@ instruction, worked examples and haystack; the question comes after it, then the
 has a config for each length and was made with the tokenizer of Llama-3.1-8B (evaluation/benchmarks/ruler of kvpress).
 """
 
+import json
 import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, cycle, islice
+from pathlib import Path
 from random import Random
 
 from restorekv.data.files import identity
@@ -23,7 +25,6 @@ from restorekv.tasks.ruler import documents
 from restorekv.tasks.ruler.draft import Draft, Task, answer_tokens, most_units
 from restorekv.tasks.ruler.needles import NEEDLES, Essays, needles
 from restorekv.tasks.ruler.synthetic import EXAMPLE_TOKENS, SHORT, chains, common_words, frequent_words
-from restorekv.tasks.splits import EVALUATION_NOVEL
 
 GROUPS = {
     "retrieval": tuple(NEEDLES),
@@ -37,21 +38,8 @@ INSTEAD = "fetch it once with a network, give source=FOLDER with its files, or l
 NOVEL = "novel"
 ESSAY_TASKS = tuple(task for task, settings in NEEDLES.items() if "haystack" not in settings)
 SETTING = {**dict.fromkeys(ESSAY_TASKS, "essays"), "qa_1": "squad", "qa_2": "hotpot"}  # that names a task's file
-SHIPPED = {  # used with the source "novel", paths below TEXTS
-    "essays": f"novels/{EVALUATION_NOVEL}.txt.gz",
-    "squad": "share-alike/squad.json.gz",
-    "hotpot": "share-alike/hotpotqa.json.gz",
-}
-SHIPPED_INSTEAD = {
-    "essays": "The Secret Garden (1911) instead of Paul Graham's essays, from a sentence drawn for each sample on",
-    "squad": "a subset of SQuAD, 36 articles of XQuAD's English part, in an order drawn by the seed",
-    "hotpot": "a subset of HotpotQA, 75 of the 100 dev examples on its site, in an order drawn by the seed",
-}
-GENERATED_INSTEAD = {
-    "essays": "generated prose instead of Paul Graham's essays",
-    "squad": "generated documents instead of SQuAD",
-    "hotpot": "generated documents instead of HotpotQA",
-}
+# What stands in for RULER's own texts: the file that ships, below TEXTS, and what results say about either source.
+STAND_INS: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("stand_ins.json").read_text("utf-8"))
 SUBSETS = "qa_1 and qa_2 on subsets (XQuAD's English part; HotpotQA's 100 dev examples)"
 SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"'”’)]))\s+(?=[\"'“‘(]?[A-Z0-9])")
 LEAST_TOKENS = 25  # of a generated document, by any tokenizer
@@ -82,7 +70,7 @@ class Ruler(Benchmark):
         super().__post_init__()
         if self.per_task < 1 or self.length < 1:
             raise RestoreKVError("RULER takes a length and per_task of at least 1.")
-        given = [setting for setting in SHIPPED if getattr(self, setting)]
+        given = [setting for setting in STAND_INS if getattr(self, setting)]
         if given and not self.generates:
             raise RestoreKVError(f"{given[0]} is for samples made here; leave it or source={self.source} out.")
 
@@ -165,7 +153,8 @@ class Ruler(Benchmark):
 
     def file(self, name: str) -> str:
         """Returns the file that the task uses, given or shipped; empty if its texts are generated."""
-        return str(TEXTS / SHIPPED[SETTING[name]]) if self.ships(name) else getattr(self, SETTING[name])
+        setting = SETTING[name]
+        return str(TEXTS / STAND_INS[setting]["file"]) if self.ships(name) else getattr(self, setting)
 
     def haystack(self, name: str) -> Callable[[int], Essays]:
         """Returns a function of a sample's index: the essays from the first word on, as in RULER, or generated prose.
@@ -233,7 +222,7 @@ class Ruler(Benchmark):
         """Yields (task, what stands in for RULER's own)."""
         for name, setting in SETTING.items():
             if not getattr(self, setting):
-                yield name, (SHIPPED_INSTEAD if self.source == NOVEL else GENERATED_INSTEAD)[setting]
+                yield name, STAND_INS[setting][self.source]
         if self.length // 4 < EXAMPLE_TOKENS:
             yield "vt", f"a worked example of {self.length // 4} tokens or one noise instead of {EXAMPLE_TOKENS}"
         if self.length < SHORT:
