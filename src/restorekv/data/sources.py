@@ -154,5 +154,4 @@ LICENSES = {
 
 
 def sources(config: BuildConfig) -> tuple[Source, ...]:
-    """Returns the mixture's sources whose count is above 0."""
     return tuple(source for source in MIXTURES[config.mixture] if source.wanted(config))

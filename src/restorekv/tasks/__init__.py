@@ -22,5 +22,4 @@ BENCHMARKS: dict[str, type[Benchmark]] = {kind.name: kind for kind in KINDS}
 
 
 def make(text: str) -> Benchmark:
-    """Makes a benchmark from its spec."""
     return spec.parse(text, BENCHMARKS, "benchmark")

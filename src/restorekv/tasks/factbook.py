@@ -32,7 +32,6 @@ class Factbook(Reading):
         check_split(self.split)
 
     def rows(self) -> Iterator[tuple[str, dict]]:
-        """Yields the documents of the split; what ships is all of the evaluation split."""
         rows = list(super().rows())
         with self.well_formed(str(self.located())):
             splits = factbook_splits(row["id"] for _, row in rows) if self.path else {}

@@ -47,7 +47,6 @@ class FairytaleQA(Reading):
         check_split(self.split)
 
     def rows(self) -> Iterator[tuple[str, dict]]:
-        """Yields the stories of the split."""
         file = self.located().name.partition(".")[0]
         stories = enumerate(super().rows())
         return (story for index, story in stories if fairytale_split(file, index) == self.split)

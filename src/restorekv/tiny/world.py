@@ -18,9 +18,6 @@ from pathlib import Path
 VOCABULARY: dict[str, list[str]] = json.loads(Path(__file__).with_name("words.json").read_text("utf-8"))
 ITEMS, NAMES, TOWNS, JOBS, PETS, LINKS, CODED, PLACES, PEOPLE, DEEDS, TIMES = VOCABULARY.values()
 
-FAMILIES = (
-    "single", "multikey", "multivalue", "multiquery", "vt", "cwe", "fwe", "qa", "freeform", "choice4", "choice5",
-)  # fmt: skip
 # The paper's four benchmarks in small: RULER, QASPER, QuALITY (four options), LongHealth (five).
 GROUPS = {
     "retrieval and tracing": ("single", "multikey", "multivalue", "multiquery", "vt", "cwe", "fwe"),
@@ -28,6 +25,7 @@ GROUPS = {
     "four options": ("choice4",),
     "five options": ("choice5",),
 }
+FAMILIES = tuple(family for families in GROUPS.values() for family in families)
 KINDS = ("needles", "people", "links", "words")
 STORIES, SENTENCES_PER_STORY = 24, 8
 NUMBERS = range(10, 100)  # one id each in the tiny tokenizer
@@ -193,9 +191,8 @@ def counted_words(rng: random.Random, family: str, length: int) -> tuple[str, Qu
     drawn += (words[3:] * (length // 21 + 1))[: max(length - len(drawn), 0)]
     rng.shuffle(drawn)
     title = {"cwe": "Word list: ", "fwe": "Coded list: "}[family]
-    return title + " ".join(drawn) + ".", _plain(
-        f"What are the three {name} list?", words[:3], family, ", ".join(words[:3]) + "."
-    )
+    question = f"What are the three {name} list?"
+    return title + " ".join(drawn) + ".", _plain(question, words[:3], family, ", ".join(words[:3]) + ".")
 
 
 Measure = Callable[[str], int]

@@ -76,7 +76,6 @@ class TrainConfig:
         return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
 
     def text(self) -> str:
-        """Returns the settings as JSON."""
         return json.dumps(asdict(self), sort_keys=True)
 
     def state_weights(self) -> dict[str, float]:

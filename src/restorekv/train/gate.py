@@ -206,7 +206,6 @@ FITS: dict[str, tuple[Callable[..., Stacked], Predict]] = {
 
 
 def logarithm(scores: Tensor, floor: float) -> Tensor:
-    """Returns KVzap's target, the natural logarithm."""
     return scores.clamp_min(floor).log()
 
 

@@ -133,7 +133,6 @@ SINGLE_PROCESS = ProcessGroup()
 
 
 def processes() -> int:
-    """Returns how many processes were started together."""
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 

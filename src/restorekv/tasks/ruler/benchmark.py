@@ -219,7 +219,6 @@ class Ruler(Benchmark):
         }
 
     def stand_ins(self) -> Iterator[tuple[str, str]]:
-        """Yields (task, what stands in for RULER's own)."""
         for name, setting in SETTING.items():
             if not getattr(self, setting):
                 yield name, STAND_INS[setting][self.source]
@@ -229,7 +228,6 @@ class Ruler(Benchmark):
             yield "cwe", "common words 3 times and others once instead of 6 times and once, and a shorter example"
 
     def groups(self) -> Mapping[str, tuple[str, ...]]:
-        """Returns RULER's four categories, with the tasks that are asked."""
         groups = {name: tuple(task for task in tasks if task in self.chosen_tasks) for name, tasks in GROUPS.items()}
         return {name: tasks for name, tasks in groups.items() if tasks}
 

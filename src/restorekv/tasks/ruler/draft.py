@@ -78,5 +78,4 @@ def words(*kinds: str) -> tuple[str, ...]:
 
 
 def word_pair(rng: Random) -> str:
-    """Returns a random adjective and noun, joined by a hyphen."""
     return f"{rng.choice(words('adjective'))}-{rng.choice(words('noun'))}"
