@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from paper.exhibits.training_data import MIXTURE
+from paper.experiments.training_data import MIXTURE
 from restorekv.data.build import build
 from restorekv.data.config import BuildConfig
 from restorekv.data.files import parquet_rows
