@@ -35,9 +35,8 @@ from restorekv.model import attention
 from restorekv.model.prompt import make_context
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.config import TrainConfig
-from restorekv.train.examples import Example
+from restorekv.train.examples import Example, StepSample
 from restorekv.train.loop import initial_adapter, sample_loss
-from restorekv.train.sampling import StepSample
 from restorekv.train.teacher_cache import TeacherCache
 
 WARM_UP = 64  # tokens

@@ -1,4 +1,4 @@
-"""Measures what exhibits need, and tells which table is under way and how long the rest will take."""
+"""Measures what experiments need, and tells which table is under way and how long the rest will take."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paper.plan import Exhibit, cells, needs
+from paper.plan import Experiment, cells, needs
 from paper.setting import Setting
 from paper.study import Study
 from restorekv import tasks
@@ -67,15 +67,15 @@ class Done:
 
 
 def carry_out(
-    exhibits: Sequence[Exhibit], setting: Setting, out: Path, tell: Tell, pool: WorkerPool | None = None
+    experiments: Sequence[Experiment], setting: Setting, out: Path, tell: Tell, pool: WorkerPool | None = None
 ) -> Done:
-    """Every cell that the exhibits share, then every study; what OUT holds is not done again."""
-    wanted = cells(exhibits, setting)
+    """Every cell that the experiments share, then every study; what OUT holds is not done again."""
+    wanted = cells(experiments, setting)
     if wanted:
         check(wanted)
     work = jobs(wanted)
-    studies = [study for study in exhibits if isinstance(study, Study) and study.measure]
-    parts = [(named(job, exhibits, setting), cost(job, out)) for job in work]
+    studies = [study for study in experiments if isinstance(study, Study) and study.measure]
+    parts = [(named(job, experiments, setting), cost(job, out)) for job in work]
     parts += [(f"{study.number}: {study.title}", study.minutes * 60 / CELL_SECONDS) for study in studies]
     clock, done, pool = Clock(parts, tell), Done(), pool or LocalPool(setting.setup.device)
     for turn, job in enumerate(work):
@@ -103,12 +103,12 @@ def listener(clock: Clock, turn: int) -> Callable[[Progress], None]:
     return listen
 
 
-def named(job: Job, exhibits: Sequence[Exhibit], setting: Setting) -> str:
-    """The exhibits that a job is for."""
+def named(job: Job, experiments: Sequence[Experiment], setting: Setting) -> str:
+    """The experiments that a job is for."""
     found = [
-        exhibit.number or exhibit.title
-        for exhibit in exhibits
-        if not {need.cell for need in needs(exhibit, setting)}.isdisjoint(job.cells)
+        experiment.number or experiment.title
+        for experiment in experiments
+        if not {need.cell for need in needs(experiment, setting)}.isdisjoint(job.cells)
     ]
     more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
     return f"{', '.join(found[:NAMED])}{more} ({job.first.evictor})"

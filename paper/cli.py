@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from paper import plan, setting, smollm2
 from paper.carry_out import carry_out
-from paper.exhibits import EXHIBITS, FURTHER, chosen
+from paper.experiments import EXPERIMENTS, FURTHER, chosen
 from paper.training import train_all
 from paper.write import write
 from restorekv.cli import options
@@ -26,7 +26,7 @@ from restorekv.model.load import BUNDLED, SMOLLM2, canonical
 RESULTS = "results"
 
 Out = Annotated[Path, typer.Argument(help="The run's folder; what it holds is not done again.")]
-Only = Annotated[str, typer.Option(help=f"Some of {', '.join((*EXHIBITS, *FURTHER))}, with commas.")]
+Only = Annotated[str, typer.Option(help=f"Some of {', '.join((*EXPERIMENTS, *FURTHER))}, with commas.")]
 Markdown = Annotated[Path | None, typer.Option(help="The tables here too, and their figures in results/ beside it.")]
 
 
@@ -53,9 +53,9 @@ def run(
 ) -> None:
     common = {"count": count, "seeds": numbers(seeds), "device": device, "dtype": dtype}
     asked = setting_of(out, canonical(model), adapters, benchmark or [], data, common)
-    exhibits = chosen(only, asked)
+    experiments = chosen(only, asked)
     if listed:
-        tell_list(exhibits, asked)
+        tell_list(experiments, asked)
         return
     if retrain and not asked.bundled and data is None:
         raise RestoreKVError("--retrain on another model needs --data, what is trained on.")
@@ -64,16 +64,16 @@ def run(
     quiet()
     out.mkdir(parents=True, exist_ok=True)
     if retrain:
-        train_all(plan.trainings(exhibits, asked), workers, 1)
+        train_all(plan.trainings(experiments, asked), workers, 1)
     with warnings.catch_warnings(), open_pool(ray, workers, device) as pool, bar() as progress:
         warnings.simplefilter("ignore", RestoreKVWarning)  # mismatched adapters are what some tables are about
-        done = carry_out(exhibits, asked, out, told(progress), pool)
-    page = write(exhibits, asked, done, out, typed(context))
+        done = carry_out(experiments, asked, out, told(progress), pool)
+    page = write(experiments, asked, done, out, typed(context))
     if markdown:
         copy(page.parent, markdown)
-    for exhibit in exhibits:
-        for line in (*plan.missing(exhibit, asked), *plan.unreachable(exhibit, asked, done.failed)):
-            notes.print(f"{exhibit.number or exhibit.title}: not measured, {line}", highlight=False, markup=False)
+    for experiment in experiments:
+        for line in (*plan.missing(experiment, asked), *plan.unreachable(experiment, asked, done.failed)):
+            notes.print(f"{experiment.number or experiment.title}: not measured, {line}", highlight=False, markup=False)
     output.print(f"Wrote {escape(str(page))}", soft_wrap=True)
 
 
@@ -141,17 +141,17 @@ def numbers(given: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in parts}))
 
 
-def tell_list(exhibits: list[plan.Exhibit], asked: setting.Setting) -> None:
-    """A line for every exhibit, then what adapters are lacking."""
-    for exhibit in exhibits:
-        cells = len({need.cell for need in plan.needs(exhibit, asked)})
-        output.print(f"{exhibit.name:18} {exhibit.number or '-':10} {cells:3} cells  {exhibit.title}", markup=False,
-                     highlight=False, soft_wrap=True)  # fmt: skip
-        for line in plan.missing(exhibit, asked):
+def tell_list(experiments: list[plan.Experiment], asked: setting.Setting) -> None:
+    """A line for every experiment, then what adapters are lacking."""
+    for experiment in experiments:
+        cells = len({need.cell for need in plan.needs(experiment, asked)})
+        line = f"{experiment.name:18} {experiment.number or '-':10} {cells:3} cells  {experiment.title}"
+        output.print(line, markup=False, highlight=False, soft_wrap=True)
+        for line in plan.missing(experiment, asked):
             output.print(f"{'':18} missing: {line}", markup=False, highlight=False, soft_wrap=True)
-    every = plan.cells(exhibits, asked)
-    output.print(f"{len(every)} cells in all; --retrain would train {len(plan.trainings(exhibits, asked))} adapters")
-    for training in plan.trainings(exhibits, asked):
+    every = plan.cells(experiments, asked)
+    output.print(f"{len(every)} cells in all; --retrain would train {len(plan.trainings(experiments, asked))} adapters")
+    for training in plan.trainings(experiments, asked):
         output.print(f"{training.state():>16}  {training.name}", markup=False, highlight=False, soft_wrap=True)
 
 

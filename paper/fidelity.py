@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paper.exhibit import Comparison
+from paper.experiment import Comparison
 from paper.plan import Asked
 from paper.setting import Setting
 from paper.shown import ABSENT
@@ -69,36 +69,41 @@ def interval(one: Fidelity, other: Fidelity | None = None) -> tuple[float, float
     return one.kl - (other.kl if other else 0), float(low), float(high)
 
 
-def known(exhibit: Comparison, setting: Setting, found: Found) -> dict[Asked, Fidelity]:
+def known(experiment: Comparison, setting: Setting, found: Found) -> dict[Asked, Fidelity]:
     """Of every row but the full cache's, where it was recorded."""
     told = {spot: read(by_seed, setting.benches[spot[1]].all_tasks)
-            for spot, by_seed in found.items() if exhibit.rows[spot[0]].evictor != FULL}  # fmt: skip
+            for spot, by_seed in found.items() if experiment.rows[spot[0]].evictor != FULL}  # fmt: skip
     return {spot: fidelity for spot, fidelity in told.items() if fidelity}
 
 
-def tables(exhibit: Comparison, setting: Setting, known: Mapping[Asked, Fidelity], key: str) -> Iterator[Table]:
+def tables(experiment: Comparison, setting: Setting, known: Mapping[Asked, Fidelity], key: str) -> Iterator[Table]:
     """Methods down, ratios across; none for a benchmark without figures."""
     if not any(spot[1] == key for spot in known):
         return
-    ratios = list(dict.fromkeys(place.ratio for place in exhibit.places if place.benchmark == key))
+    ratios = list(dict.fromkeys(place.ratio for place in experiment.places if place.benchmark == key))
     head = [
         [TableCell(""), *(TableCell(f"r = {ratio:g}", columns=2) for ratio in ratios)],
         ["method", *(title for _ in ratios for title in ("KL, nats", "same, %"))],
     ]
     lines = []
-    for name, row in exhibit.rows.items():
+    for name, row in experiment.rows.items():
         if row.evictor != FULL:
-            made = [cell for ratio in ratios for cell in cells(exhibit, known, (name, key, ratio))]
-            lines.append(TableRow([row.label, *made], strong=name in exhibit.against and row.adapter is not None))
-    others = {exhibit.rows[row].label for row in exhibit.against.values()}
+            made = [cell for ratio in ratios for cell in cells(experiment, known, (name, key, ratio))]
+            lines.append(TableRow([row.label, *made], strong=name in experiment.against and row.adapter is not None))
+    others = {experiment.rows[row].label for row in experiment.against.values()}
     note = NOTE.format(against=others.pop() if len(others) == 1 else "its base")
+<<<<<<< HEAD
     title = f"{exhibit.title}: {setting.benches[key].shown}, fidelity to the full cache"
     yield Table(f"{exhibit.name}-{key}-fidelity", title, head, lines, note, list(figures(exhibit, known, key)))
+=======
+    title = f"{experiment.title}: {setting.benches[key].shown}, fidelity to the full cache"
+    yield table(f"{experiment.name}-{key}-fidelity", title, head, lines, note, list(figures(experiment, known, key)))
+>>>>>>> h-data
 
 
-def cells(exhibit: Comparison, known: Mapping[Asked, Fidelity], spot: Asked) -> list[TableCell]:
+def cells(experiment: Comparison, known: Mapping[Asked, Fidelity], spot: Asked) -> list[TableCell]:
     """KL, and the share of answers that stay the same."""
-    mine, base = known.get(spot), known.get((exhibit.against.get(spot[0], ""), *spot[1:]))
+    mine, base = known.get(spot), known.get((experiment.against.get(spot[0], ""), *spot[1:]))
     if mine is None:
         return [ABSENT, ABSENT]
     value, low, high = interval(mine, base)
@@ -108,11 +113,11 @@ def cells(exhibit: Comparison, known: Mapping[Asked, Fidelity], spot: Asked) -> 
     return [TableCell(number(mine.kl, 3), small, strong=apart), TableCell(number(mine.same, 0))]
 
 
-def lowered(exhibit: Comparison, known: Mapping[Asked, Fidelity]) -> Iterator[str]:
+def lowered(experiment: Comparison, known: Mapping[Asked, Fidelity]) -> Iterator[str]:
     """In how many pairs of a restored row and its base the KL is lower."""
-    rows = exhibit.rows
+    rows = experiment.rows
     pairs = [(known[spot], known[other, *spot[1:]]) for spot in known
-             if (other := exhibit.against.get(spot[0], "")) and (other, *spot[1:]) in known
+             if (other := experiment.against.get(spot[0], "")) and (other, *spot[1:]) in known
              and rows[spot[0]].adapter is not None and rows[other].adapter is None]  # fmt: skip
     if pairs:
         found = [interval(*pair) for pair in pairs]
@@ -124,16 +129,18 @@ def lowered(exhibit: Comparison, known: Mapping[Asked, Fidelity]) -> Iterator[st
         )
 
 
-def figures(exhibit: Comparison, known: Mapping[Asked, Fidelity], benchmark: str = "") -> Iterator[dict[str, object]]:
+def figures(
+    experiment: Comparison, known: Mapping[Asked, Fidelity], benchmark: str = ""
+) -> Iterator[dict[str, object]]:
     """The same for programs; of one benchmark, or of all."""
     for spot, mine in known.items():
         row, key, ratio = spot
         if benchmark not in ("", key):
             continue
-        line = {"row": row, "label": exhibit.rows[row].label, "benchmark": key, "ratio": ratio}
+        line = {"row": row, "label": experiment.rows[row].label, "benchmark": key, "ratio": ratio}
         line |= zip(("kl", "kl_low", "kl_high"), interval(mine), strict=True)
         line |= {"same": mine.same, "answer_tokens": float(mine.tokens.sum())}
-        base = exhibit.against.get(row, "")
+        base = experiment.against.get(row, "")
         if (base, key, ratio) in known:
             apart = interval(mine, known[base, key, ratio])
             line |= {"against": base, **dict(zip(("kl_change", "change_low", "change_high"), apart, strict=True))}

@@ -1,11 +1,11 @@
-"""What exhibits need: cells that they share, adapters that are not at hand, and the scores that come of it."""
+"""What experiments need: cells that they share, adapters that are not at hand, and the scores that come of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from paper.exhibit import Comparison, Place
+from paper.experiment import Comparison, Place
 from paper.scores import Scores
 from paper.setting import Bench, Setting
 from paper.study import Study
@@ -14,13 +14,13 @@ from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.results import SECONDS, Result, complete_lines
 from restorekv.evaluation.stats import Answer, without_loss
 
-Exhibit = Comparison | Study
+Experiment = Comparison | Study
 Asked = tuple[str, str, float]  # a row, a benchmark of the paper, a ratio
 
 
 @dataclass(frozen=True)
 class Need:
-    """A cell for a row of an exhibit at a place, of one seed."""
+    """A cell for a row of an experiment at a place, of one seed."""
 
     row: str
     place: Place
@@ -28,73 +28,77 @@ class Need:
     cell: Cell
 
 
-def needs(exhibit: Exhibit, setting: Setting) -> list[Need]:
+def needs(experiment: Experiment, setting: Setting) -> list[Need]:
     """All whose adapters are at hand, in the order of the rows."""
-    if isinstance(exhibit, Study):
+    if isinstance(experiment, Study):
         return []
     return [
         Need(name, each, seed, cell)
-        for name, row in exhibit.rows.items()
+        for name, row in experiment.rows.items()
         for seed, adapter in setting.located(row).items()
         if seed is None or adapter is not None
-        for place in exhibit.places
+        for place in experiment.places
         for each in place.each[:1]
         for cell in setting.cells(row, each, adapter)
     ]
 
 
-def cells(exhibits: Sequence[Exhibit], setting: Setting) -> list[Cell]:
-    """Each once, in the order in which the exhibits ask; the full cache's, which decide what counts, with the rest."""
+def cells(experiments: Sequence[Experiment], setting: Setting) -> list[Cell]:
+    """Returns each cell once, in the experiments' order, with those of the full cache, which decide what counts."""
     found: dict[Cell, None] = {}
-    for exhibit in exhibits:
-        found |= dict.fromkeys(need.cell for need in needs(exhibit, setting))
-        found |= dict.fromkeys(cell for key in asked(exhibit) for cell in setting.full(key))
+    for experiment in experiments:
+        found |= dict.fromkeys(need.cell for need in needs(experiment, setting))
+        found |= dict.fromkeys(cell for key in asked(experiment) for cell in setting.full(key))
     return list(found)
 
 
-def asked(exhibit: Exhibit) -> list[str]:
+def asked(experiment: Experiment) -> list[str]:
     """The paper's benchmarks that a comparison asks."""
-    return list(dict.fromkeys(place.benchmark for place in exhibit.places)) if isinstance(exhibit, Comparison) else []
+    return (
+        list(dict.fromkeys(place.benchmark for place in experiment.places))
+        if isinstance(experiment, Comparison)
+        else []
+    )
 
 
-def trainings(exhibits: Sequence[Exhibit], setting: Setting) -> list[Training]:
+def trainings(experiments: Sequence[Experiment], setting: Setting) -> list[Training]:
     """Those whose adapters are not at hand, each once, all of a seed before the next seed."""
     found: dict[str, Training] = {}
-    for exhibit in exhibits:
-        for row in exhibit.rows.values() if isinstance(exhibit, Comparison) else ():
+    for experiment in experiments:
+        for row in experiment.rows.values() if isinstance(experiment, Comparison) else ():
             found |= {training.name: training for training in setting.wanted(row)}
     return sorted(found.values(), key=lambda training: training.seed)
 
 
-def missing(exhibit: Exhibit, setting: Setting) -> Iterator[str]:
+def missing(experiment: Experiment, setting: Setting) -> Iterator[str]:
     """Rows that cannot be measured, and why."""
-    if isinstance(exhibit, Study):
+    if isinstance(experiment, Study):
         return
-    for row in exhibit.rows.values():
+    for row in experiment.rows.values():
         places = setting.located(row)
         if None not in places and not any(places.values()):
             names = ", ".join(training.name for training in setting.wanted(row)[:1])
             yield f"{row.label}: no adapter" + (f" ({names})" if names else "")
 
 
-def unreachable(exhibit: Exhibit, setting: Setting, failed: Mapping[tuple[str, str], str]) -> list[str]:
+def unreachable(experiment: Experiment, setting: Setting, failed: Mapping[tuple[str, str], str]) -> list[str]:
     """Evictors on benchmarks, or the study itself, that could not be measured, and why (`carry_out.Done.failed`)."""
-    if isinstance(exhibit, Study):
-        return [failed[exhibit.name, ""]] if (exhibit.name, "") in failed else []
+    if isinstance(experiment, Study):
+        return [failed[experiment.name, ""]] if (experiment.name, "") in failed else []
     told = [
         f"{bench.title}: {failed[spec, row.evictor]}"
-        for bench in map(setting.benches.get, asked(exhibit))
+        for bench in map(setting.benches.get, asked(experiment))
         for spec in bench.specs
-        for row in exhibit.rows.values()
+        for row in experiment.rows.values()
         if (spec, row.evictor) in failed
     ]
     return list(dict.fromkeys(told))
 
 
-def seeds_told(exhibit: Comparison, setting: Setting) -> str:
+def seeds_told(experiment: Comparison, setting: Setting) -> str:
     """Which training seeds stand behind the rows, where that is not one and the same."""
     found = {row.label: [seed for seed, place in setting.located(row).items() if seed is not None and place]
-             for row in exhibit.rows.values() if isinstance(row.adapter, Mapping)}  # fmt: skip
+             for row in experiment.rows.values() if isinstance(row.adapter, Mapping)}  # fmt: skip
     if not found or all(len(seeds) == len(setting.seeds) for seeds in found.values()):
         return ""
     groups: dict[tuple[int, ...], list[str]] = {}
@@ -110,11 +114,11 @@ def seeds_told(exhibit: Comparison, setting: Setting) -> str:
     )
 
 
-def scores(exhibit: Comparison, setting: Setting, results: Mapping[Cell, Result]) -> Scores:
+def scores(experiment: Comparison, setting: Setting, results: Mapping[Cell, Result]) -> Scores:
     """Of the cells that are done; tasks on which the full cache scores below 10 are left out of every mean."""
-    used = asked(exhibit)
+    used = asked(experiment)
     runs = {spot: {seed: answers(found) for seed, found in by_seed.items()}
-            for spot, by_seed in measured(exhibit, setting, results).items()}  # fmt: skip
+            for spot, by_seed in measured(experiment, setting, results).items()}  # fmt: skip
     sets = list(dict.fromkeys(setting.benches[key].specs for key in used))
     whole = {key: full_answers(key, setting, results) for key in used}
     out = {key: nothing_to_lose(setting.benches[key], told) for key, told in whole.items()}
@@ -129,11 +133,11 @@ def scores(exhibit: Comparison, setting: Setting, results: Mapping[Cell, Result]
 
 
 def measured(
-    exhibit: Comparison, setting: Setting, results: Mapping[Cell, Result]
+    experiment: Comparison, setting: Setting, results: Mapping[Cell, Result]
 ) -> dict[Asked, dict[int | None, list[Result]]]:
     """What is done of every row, benchmark and ratio, by seed in their order: a result for each spec, all or none."""
     wanted: dict[Asked, dict[int | None, list[Cell]]] = {}
-    for need in needs(exhibit, setting):
+    for need in needs(experiment, setting):
         held = wanted.setdefault((need.row, need.place.benchmark, need.place.ratio), {}).setdefault(need.seed, [])
         held += [need.cell] if need.cell not in held else []
     done = {cell for cell, result in results.items() if result.done}
@@ -176,14 +180,14 @@ def counted_tasks(tasks: tuple[str, ...], full: Sequence[Answer], out: Sequence[
     return tuple(task for task in every if task not in out and (not tasks or task in tasks)) or tasks
 
 
-def seconds(exhibit: Comparison, setting: Setting, results: Mapping[Cell, Result]) -> dict[str, dict[str, float]]:
-    """What a cache takes to make, by row that the exhibit times and sample, at its tightest ratio.
+def seconds(experiment: Comparison, setting: Setting, results: Mapping[Cell, Result]) -> dict[str, dict[str, float]]:
+    """What a cache takes to make, by row that the experiment times and sample, at its tightest ratio.
 
     A preparation's first cell bears prefill and scores, its first restored one the restore pass: both count for all.
     """
-    told, tight = {}, min(place.ratio for place in exhibit.places)
-    for name in exhibit.seconds:
-        mine = [n.cell for n in needs(exhibit, setting) if n.row == name and n.place.ratio == tight]
+    told, tight = {}, min(place.ratio for place in experiment.places)
+    for name in experiment.seconds:
+        mine = [n.cell for n in needs(experiment, setting) if n.row == name and n.place.ratio == tight]
         if not mine or mine[0] not in results or not results[mine[0]].done:
             continue
         shared = [result for cell, result in results.items() if cell.preparation == mine[0].preparation]

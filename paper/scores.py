@@ -12,7 +12,7 @@ from itertools import combinations
 
 import numpy as np
 
-from paper.exhibit import Claim, Comparison, Most, Place, Spot, Weights
+from paper.experiment import Claim, Comparison, Most, Place, Spot, Weights
 from restorekv.evaluation.stats import RESAMPLES, Answer, mean_score, resampled, same_questions, tally
 
 Runs = Mapping[int | None, Sequence[Answer]]  # answers by seed
@@ -157,9 +157,9 @@ class Judged:
     of: int = 0
 
 
-def judged(claim: Claim | Most, exhibit: Comparison, scores: Scores) -> Judged:
+def judged(claim: Claim | Most, experiment: Comparison, scores: Scores) -> Judged:
     """Without a verdict where something it needs is not measured."""
-    paper = tuple(of_paper(claim, exhibit, backbone) for backbone in ("", *exhibit.backbones))
+    paper = tuple(of_paper(claim, experiment, backbone) for backbone in ("", *experiment.backbones))
     if isinstance(claim, Most):
         return most(claim, paper, scores)
     needed = {*claim.weights, *([claim.spread] if claim.spread else [])}
@@ -185,11 +185,11 @@ def most(claim: Most, paper: tuple[float | None, ...], scores: Scores) -> Judged
     return Judged(claim.text, told, paper, float(value), float(low), float(high), len(claim.margins))
 
 
-def of_paper(claim: Claim | Most, exhibit: Comparison, backbone: str = "") -> float | None:
+def of_paper(claim: Claim | Most, experiment: Comparison, backbone: str = "") -> float | None:
     """The claim's margin in the paper's own figures, or how many are above zero; None where it does not give them."""
 
     def summed(weights: Weights) -> float | None:
-        points = [exhibit.rows[row].points(backbone).get(place) for row, place in weights]
+        points = [experiment.rows[row].points(backbone).get(place) for row, place in weights]
         return None if None in points else sum(w * p for w, p in zip(weights.values(), points, strict=True))
 
     if isinstance(claim, Most):
@@ -199,15 +199,15 @@ def of_paper(claim: Claim | Most, exhibit: Comparison, backbone: str = "") -> fl
     if value is None:
         return None
     row, place = claim.spread or ("", None)
-    return value + claim.plus - (exhibit.rows[row].paper_std[place] if row else 0)
+    return value + claim.plus - (experiment.rows[row].paper_std[place] if row else 0)
 
 
-def ordered(exhibit: Comparison, scores: Scores, place: Place) -> dict:
+def ordered(experiment: Comparison, scores: Scores, place: Place) -> dict:
     """All pairs of rows that differ in the paper at a place: ordered so here, within noise, or the other way."""
-    known = [row for row in exhibit.rows if place in exhibit.rows[row].paper and scores.has((row, place))]
+    known = [row for row in experiment.rows if place in experiment.rows[row].paper and scores.has((row, place))]
     counted = {"as in the paper": [], NOISE: [], "the other way": []}
     for one, other in combinations(known, 2):
-        gap = exhibit.rows[one].paper[place] - exhibit.rows[other].paper[place]
+        gap = experiment.rows[one].paper[place] - experiment.rows[other].paper[place]
         if gap == 0:
             continue
         better, worse = (one, other) if gap > 0 else (other, one)

@@ -1,4 +1,4 @@
-"""What exhibits are measured on: a model, what stands for each of the paper's benchmarks, where adapters lie."""
+"""What experiments are measured on: a model, what stands for each of the paper's benchmarks, where adapters lie."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from paper.exhibit import OWN, Place, Row
+from paper.experiment import OWN, Place, Row
 from paper.recipe import ABLATIONS, CONTEXTS, LONGEST
 from paper.training import Setup, Training
 from restorekv import tasks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from paper.exhibit import Comparison, Place, Row
+from paper.experiment import Comparison, Place, Row
 from paper.scores import FAILS, HOLDS, MISSING, NOISE, Judged, Scores, margin, ordered
 from paper.setting import Setting
 from restorekv.evaluation.charts import HUES, INK, MARKERS, Axis, Chart, Level, Line, Mark, Panel, ratio_axis
@@ -22,26 +22,33 @@ NOTE = (
 )
 
 
-def tables(exhibit: Comparison, setting: Setting, scores: Scores, benchmark: str) -> Iterator[Table]:
+def tables(experiment: Comparison, setting: Setting, scores: Scores, benchmark: str) -> Iterator[Table]:
     """Yields one table for the benchmark, or one for every ratio if the benchmark has parts."""
     groups: dict[float | None, list[Place]] = {}
-    split = any(each.parts for each in exhibit.places)
-    for place in exhibit.places:
+    split = any(each.parts for each in experiment.places)
+    for place in experiment.places:
         if place.benchmark == benchmark:
             groups.setdefault(place.ratio if split else None, []).append(place)
     for ratio, places in groups.items():
         title = setting.benches[benchmark].shown + (f", r = {ratio:g}" if ratio else "")
+<<<<<<< HEAD
         name = f"{exhibit.name}-{benchmark}" + (f"-{ratio:g}" if ratio else "")
         head, rows = (by_place if ratio else by_row)(exhibit, scores, places)
         notes = " ".join(filter(None, (note(exhibit), left_out(setting, scores, benchmark))))
         yield Table(name, f"{exhibit.title}: {title}", head, rows, notes, list(figures(exhibit, scores, places)))
+=======
+        name = f"{experiment.name}-{benchmark}" + (f"-{ratio:g}" if ratio else "")
+        head, rows = (by_place if ratio else by_row)(experiment, scores, places)
+        notes = " ".join(filter(None, (note(experiment), left_out(setting, scores, benchmark))))
+        yield table(name, f"{experiment.title}: {title}", head, rows, notes, list(figures(experiment, scores, places)))
+>>>>>>> h-data
 
 
-def note(exhibit: Comparison) -> str:
-    others = {exhibit.rows[row].label for row in exhibit.against.values()}
+def note(experiment: Comparison) -> str:
+    others = {experiment.rows[row].label for row in experiment.against.values()}
     against = next(iter(others)) if len(others) == 1 else "its base"
     words = NOTE.format(against=against) if others else NOTE.split(", or")[0] + "."
-    return f"{words} Paper: {', '.join(filter(None, (exhibit.backbone, *exhibit.backbones)))}."
+    return f"{words} Paper: {', '.join(filter(None, (experiment.backbone, *experiment.backbones)))}."
 
 
 def left_out(setting: Setting, scores: Scores, benchmark: str) -> str:
@@ -57,52 +64,52 @@ def left_out(setting: Setting, scores: Scores, benchmark: str) -> str:
     return " ".join(words)
 
 
-def by_row(exhibit: Comparison, scores: Scores, places: Sequence[Place]) -> tuple[list, list[TableRow]]:
+def by_row(experiment: Comparison, scores: Scores, places: Sequence[Place]) -> tuple[list, list[TableRow]]:
     """Returns head and rows with methods down and ratios across."""
-    sources = {place: columns(exhibit, [place]) for place in places}
+    sources = {place: columns(experiment, [place]) for place in places}
     head = [
         [TableCell(""), *(TableCell(f"r = {place.ratio:g}", columns=len(titles)) for place, titles in sources.items())],
         ["method", *(title for titles in sources.values() for title in titles)],
     ]
     rows = []
-    for name, row in exhibit.rows.items():
+    for name, row in experiment.rows.items():
         values = [
-            each for place, titles in sources.items() for each in cells(exhibit, scores, name, place)[: len(titles)]
+            each for place, titles in sources.items() for each in cells(experiment, scores, name, place)[: len(titles)]
         ]
-        rows.append(TableRow([row.label, *values], strong=name in exhibit.against and row.adapter is not None))
+        rows.append(TableRow([row.label, *values], strong=name in experiment.against and row.adapter is not None))
     return head, rows
 
 
-def by_place(exhibit: Comparison, scores: Scores, places: Sequence[Place]) -> tuple[list, list[TableRow]]:
+def by_place(experiment: Comparison, scores: Scores, places: Sequence[Place]) -> tuple[list, list[TableRow]]:
     """Returns head and rows with a benchmark's parts down and methods across."""
-    sources = columns(exhibit, places)
+    sources = columns(experiment, places)
     head = [
-        [TableCell(""), *(TableCell(row.label, columns=len(sources)) for row in exhibit.rows.values())],
-        ["part", *(title for _ in exhibit.rows for title in sources)],
+        [TableCell(""), *(TableCell(row.label, columns=len(sources)) for row in experiment.rows.values())],
+        ["part", *(title for _ in experiment.rows for title in sources)],
     ]
     rows = []
     for place in places:
         title = place.part or ("Rel., %" if place.relative else "Avg")
-        values = [cell for name in exhibit.rows for cell in cells(exhibit, scores, name, place)]
+        values = [cell for name in experiment.rows for cell in cells(experiment, scores, name, place)]
         mean = bool(place.parts)
         rows.append(TableRow([title, *values], strong=mean, rule=mean and not place.relative))
     return head, rows
 
 
-def columns(exhibit: Comparison, places: Sequence[Place]) -> list[str]:
+def columns(experiment: Comparison, places: Sequence[Place]) -> list[str]:
     """Returns the titles: ours, the paper's, and those of further backbones; ours alone if the paper has no figure."""
-    if not any(place in row.paper for row in exhibit.rows.values() for place in places):
+    if not any(place in row.paper for row in experiment.rows.values() for place in places):
         return [HERE]
-    return [HERE, *((exhibit.backbone, *exhibit.backbones) if exhibit.backbones else (PAPER,))]
+    return [HERE, *((experiment.backbone, *experiment.backbones) if experiment.backbones else (PAPER,))]
 
 
-def cells(exhibit: Comparison, scores: Scores, name: str, place: Place) -> list[TableCell]:
+def cells(experiment: Comparison, scores: Scores, name: str, place: Place) -> list[TableCell]:
     """Returns a row's figures at a place: ours, then the paper's."""
-    row, base = exhibit.rows[name], exhibit.against.get(name)
-    values = [measured(exhibit, scores, name, place)]
-    for backbone in ("", *exhibit.backbones):
+    row, base = experiment.rows[name], experiment.against.get(name)
+    values = [measured(experiment, scores, name, place)]
+    for backbone in ("", *experiment.backbones):
         mine = row.points(backbone).get(place)
-        other = exhibit.rows[base].points(backbone).get(place) if base else None
+        other = experiment.rows[base].points(backbone).get(place) if base else None
         small = f"± {row.paper_std[place]:g}" if place in row.paper_std else ""
         if not small and None not in (mine, other):
             small = number(mine - other, decimals(mine), sign=True)
@@ -115,23 +122,23 @@ def decimals(points: float) -> int:
     return 1 if round(points, 1) == points else 2
 
 
-def measured(exhibit: Comparison, scores: Scores, name: str, place: Place) -> TableCell:
+def measured(experiment: Comparison, scores: Scores, name: str, place: Place) -> TableCell:
     """Returns our figure."""
     if not scores.has((name, place)):
         asked = (name, place.benchmark, place.ratio) in scores.runs
         return NOTHING if asked and (place.benchmark, place.part) not in scores.tasks else ABSENT
     mine = score_cell(*margin(scores, {(name, place): 1}))
-    std, base = scores.std(name, place), exhibit.against.get(name)
+    std, base = scores.std(name, place), experiment.against.get(name)
     text = mine.text if std is None else f"{mine.text} ± {std:.1f}"
     if base is None or not scores.has((base, place)):
-        return TableCell(text, mine.small, "full" if exhibit.rows[name].evictor == FULL else "")
+        return TableCell(text, mine.small, "full" if experiment.rows[name].evictor == FULL else "")
     apart = gain(*margin(scores, {(name, place): 1, (base, place): -1}))
     return TableCell(text, f"{apart.text}, {apart.small}", apart.tone, apart.strong)
 
 
-def figures(exhibit: Comparison, scores: Scores, places: Sequence[Place]) -> Iterator[dict[str, object]]:
+def figures(experiment: Comparison, scores: Scores, places: Sequence[Place]) -> Iterator[dict[str, object]]:
     """Yields the figures for programs."""
-    for name, row in exhibit.rows.items():
+    for name, row in experiment.rows.items():
         for place in places:
             part = place.part or ("relative" if place.relative else "average" if place.parts else "")
             line = {"row": name, "label": row.label, "benchmark": place.benchmark, "ratio": place.ratio, "part": part}
@@ -139,7 +146,7 @@ def figures(exhibit: Comparison, scores: Scores, places: Sequence[Place]) -> Ite
                 line |= zip(("score", "low", "high"), margin(scores, {(name, place): 1}), strict=True)
                 seeds = {seed: value for seed, value in scores.seeds(name, place).items() if seed is not None}
                 line |= {"std": scores.std(name, place), "seeds": seeds}
-                base = exhibit.against.get(name)
+                base = experiment.against.get(name)
                 if base and scores.has((base, place)):
                     apart = margin(scores, {(name, place): 1, (base, place): -1})
                     line |= {"against": base, **dict(zip(("gain", "gain_low", "gain_high"), apart, strict=True))}
@@ -208,16 +215,16 @@ def summed(claims: Sequence[Judged]) -> TableCell | None:
     return TableCell(f"{SIGNS[worst][0]} {', '.join(parts)}", tone=SIGNS[worst][1])
 
 
-def orders(exhibit: Comparison, scores: Scores) -> Iterator[Block]:
+def orders(experiment: Comparison, scores: Scores) -> Iterator[Block]:
     """Says how many pairs of rows stand in the paper's order, and which do not."""
     items = []
-    for place in exhibit.places:
-        counted = ordered(exhibit, scores, place)
+    for place in experiment.places:
+        counted = ordered(experiment, scores, place)
         total = sum(map(len, counted.values()))
         if total:
             kinds = ", ".join(f"{len(pairs)} {kind}" for kind, pairs in counted.items())
             turned = "; ".join(
-                f"{exhibit.rows[worse].label} > {exhibit.rows[better].label}"
+                f"{experiment.rows[worse].label} > {experiment.rows[better].label}"
                 for better, worse in counted["the other way"]
             )
             items.append(f"r = {place.ratio:g}: of {total} pairs of rows {kinds}" + (f": {turned}." if turned else "."))
@@ -226,17 +233,19 @@ def orders(exhibit: Comparison, scores: Scores) -> Iterator[Block]:
         yield Points(items)
 
 
-def curves(exhibit: Comparison, setting: Setting, scores: Scores) -> Chart:
+def curves(experiment: Comparison, setting: Setting, scores: Scores) -> Chart:
     """Returns a panel for every benchmark: lines over ratios with their intervals, the full cache dashed."""
-    evictors = list(dict.fromkeys(row.evictor for row in exhibit.rows.values() if row.evictor != FULL))
-    marks = {name: mark(row, evictors.index(row.evictor)) for name, row in exhibit.rows.items() if row.evictor != FULL}
-    benchmarks = list(dict.fromkeys(place.benchmark for place in exhibit.places))
+    evictors = list(dict.fromkeys(row.evictor for row in experiment.rows.values() if row.evictor != FULL))
+    marks = {
+        name: mark(row, evictors.index(row.evictor)) for name, row in experiment.rows.items() if row.evictor != FULL
+    }
+    benchmarks = list(dict.fromkeys(place.benchmark for place in experiment.places))
     titles = [setting.benches[key].shown for key in benchmarks]
-    panels = [panel(exhibit, scores, marks, key, title) for key, title in zip(benchmarks, titles, strict=True)]
+    panels = [panel(experiment, scores, marks, key, title) for key, title in zip(benchmarks, titles, strict=True)]
     return Chart(
-        f"{exhibit.name}-chart", f"{exhibit.title} ({setting.model})", panels,
+        f"{experiment.name}-chart", f"{experiment.title} ({setting.model})", panels,
         f"Scores in points against the ratio of pairs kept: {', '.join(titles)}",
-        list(figures(exhibit, scores, exhibit.places)), "Bands and bars: 95 % bootstrap intervals over contexts.",
+        list(figures(experiment, scores, experiment.places)), "Bands and bars: 95 % bootstrap intervals over contexts.",
     )  # fmt: skip
 
 
@@ -245,14 +254,14 @@ def mark(row: Row, turn: int) -> Mark:
     return Mark(row.label, HUES[turn], MARKERS[turn], dashed=row.adapter is None, hollow=row.adapter is None)
 
 
-def panel(exhibit: Comparison, scores: Scores, marks: Mapping[str, Mark], benchmark: str, title: str) -> Panel:
-    places = [place for place in exhibit.places if place.benchmark == benchmark]
+def panel(experiment: Comparison, scores: Scores, marks: Mapping[str, Mark], benchmark: str, title: str) -> Panel:
+    places = [place for place in experiment.places if place.benchmark == benchmark]
     content: list[Line | Level] = []
     for name, look in marks.items():
         known = [place for place in places if scores.has((name, place))]
         if known:
             middle, low, high = zip(*(margin(scores, {(name, place): 1}) for place in known), strict=True)
             content.append(Line(look, [place.ratio for place in known], middle, (low, high)))
-    if scores.full in exhibit.rows and scores.has((scores.full, places[0])):
+    if scores.full in experiment.rows and scores.has((scores.full, places[0])):
         content.append(Level(Mark("full cache", INK, dashed=True), scores.points(scores.full, places[0])))
     return Panel(content, ratio_axis([place.ratio for place in places]), Axis("score (points)"), title)

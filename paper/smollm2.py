@@ -16,7 +16,7 @@ from restorekv.restore import adapter_file
 from restorekv.tasks.ruler.benchmark import GROUPS
 from restorekv.train.config import TrainConfig
 
-# Contexts, so that every exhibit takes about six hours on two idle cores, four of them Table 1 (docs/evaluation.md).
+# Contexts, so that every experiment takes about six hours on two idle cores, four of them Table 1 (docs/evaluation.md).
 RULER, LONG_RULER = "ruler:length=1024,per_task=4", "ruler:length=2048,per_task=2"
 FAIRYTALES, ARTICLES, SECTIONS, PAIRS = (
     "fairytaleqa:count=30",

@@ -1,4 +1,4 @@
-"""Exhibits that are no comparison of scores: what an analysis shows, or facts."""
+"""Experiments that are no comparison of scores: what an analysis shows, or facts."""
 
 from __future__ import annotations
 

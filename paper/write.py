@@ -1,4 +1,4 @@
-"""Writes OUT/report: a page with every exhibit, the same as Markdown, and all figures as JSON."""
+"""Writes OUT/report: a page with every experiment, the same as Markdown, and all figures as JSON."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ import numpy as np
 
 from paper import fidelity, plan, record, shown
 from paper.carry_out import Done
+<<<<<<< HEAD
 from paper.exhibit import Comparison
 from paper.markdown import markdown
 from paper.plan import Exhibit
+=======
+from paper.experiment import Comparison
+from paper.plan import Experiment
+>>>>>>> h-data
 from paper.scores import FAILS, HOLDS, NOISE, Judged, judged, verdict
 from paper.setting import Setting
 from paper.study import Study
@@ -29,20 +34,25 @@ SUBTITLE = "arXiv 2608.01247, table by table, beside the paper's own figures"
 DRAWING = "Figure 2 of the paper is a drawing of the method; nothing is measured for it."
 
 
-def write(exhibits: Sequence[Exhibit], setting: Setting, done: Done, out: Path, command: str = "") -> Path:
+def write(experiments: Sequence[Experiment], setting: Setting, done: Done, out: Path, command: str = "") -> Path:
     """Writes the page and its files; returns the page. `command` is what made it, for the record."""
-    framed_exhibits, kept, results = [], {}, done.results
-    for exhibit in exhibits:
-        study = isinstance(exhibit, Study)
-        blocks, claims, data = shown_study(exhibit, setting, out) if study else compared(exhibit, setting, results)
-        framed_exhibits.append((framed(exhibit, setting, claims, blocks, done.failed), claims))
-        kept[exhibit.name] = {
-            "number": exhibit.number, "label": exhibit.label, "title": exhibit.title, "backbone": exhibit.backbone,
+    framed_experiments, kept, results = [], {}, done.results
+    for experiment in experiments:
+        study = isinstance(experiment, Study)
+        blocks, claims, data = (
+            shown_study(experiment, setting, out) if study else compared(experiment, setting, results)
+        )
+        framed_experiments.append((framed(experiment, setting, claims, blocks, done.failed), claims))
+        kept[experiment.name] = {
+            "number": experiment.number,
+            "label": experiment.label,
+            "title": experiment.title,
+            "backbone": experiment.backbone,
             **data, "claims": [asdict(claim) for claim in claims],
         }  # fmt: skip
     sections, claims = (
-        [section for section, _ in framed_exhibits],
-        [claim for _, part in framed_exhibits for claim in part],
+        [section for section, _ in framed_experiments],
+        [claim for _, part in framed_experiments for claim in part],
     )
     sections += [last] if (last := record.section(results)) else []
     with_what = record.made_with(command)
@@ -53,7 +63,7 @@ def write(exhibits: Sequence[Exhibit], setting: Setting, done: Done, out: Path, 
         path.write_text(markdown(title, intro, sections), encoding="utf-8")
     finished = [result for result in results.values() if result.done]
     facts = {result.cell.name: result.facts for result in finished}
-    figures = {"made_with": with_what, "exhibits": kept, "conventions": facts, "held": record.of_cells(finished)}
+    figures = {"made_with": with_what, "experiments": kept, "conventions": facts, "held": record.of_cells(finished)}
     write_json(index.parent / "paper.json", figures)
     return index
 
@@ -63,29 +73,29 @@ def the_model(setting: Setting) -> str:
 
 
 def compared(
-    exhibit: Comparison, setting: Setting, results: Mapping[Cell, Result]
+    experiment: Comparison, setting: Setting, results: Mapping[Cell, Result]
 ) -> tuple[list[Block], list[Judged], dict[str, object]]:
     """Returns a comparison's blocks, claims and figures."""
-    scores, measured = plan.scores(exhibit, setting, results), plan.measured(exhibit, setting, results)
-    claims = [judged(claim, exhibit, scores) for claim in exhibit.claims]
-    blocks: list[Block] = [shown.curves(exhibit, setting, scores)] if exhibit.chart and scores.runs else []
-    faithful = fidelity.known(exhibit, setting, measured)
-    for benchmark in plan.asked(exhibit):
-        blocks += shown.tables(exhibit, setting, scores, benchmark)
-        blocks += fidelity.tables(exhibit, setting, faithful, benchmark)
-    blocks += fidelity.lowered(exhibit, faithful)
-    took = plan.seconds(exhibit, setting, results)
-    if len(took) == len(exhibit.seconds) == 2:
-        claims.append(faster(exhibit, took))
-        blocks.append(timed(exhibit, took))
-    blocks += [shown.claims(exhibit.name, claims)] if claims else []
-    blocks += shown.orders(exhibit, scores) if exhibit.orders else []
-    rows = {"rows": list(shown.figures(exhibit, scores, exhibit.places)), "left_out": dict(scores.left_out)}
-    return blocks, claims, {**rows, "fidelity": list(fidelity.figures(exhibit, faithful))}
+    scores, measured = plan.scores(experiment, setting, results), plan.measured(experiment, setting, results)
+    claims = [judged(claim, experiment, scores) for claim in experiment.claims]
+    blocks: list[Block] = [shown.curves(experiment, setting, scores)] if experiment.chart and scores.runs else []
+    faithful = fidelity.known(experiment, setting, measured)
+    for benchmark in plan.asked(experiment):
+        blocks += shown.tables(experiment, setting, scores, benchmark)
+        blocks += fidelity.tables(experiment, setting, faithful, benchmark)
+    blocks += fidelity.lowered(experiment, faithful)
+    took = plan.seconds(experiment, setting, results)
+    if len(took) == len(experiment.seconds) == 2:
+        claims.append(faster(experiment, took))
+        blocks.append(timed(experiment, took))
+    blocks += [shown.claims(experiment.name, claims)] if claims else []
+    blocks += shown.orders(experiment, scores) if experiment.orders else []
+    rows = {"rows": list(shown.figures(experiment, scores, experiment.places)), "left_out": dict(scores.left_out)}
+    return blocks, claims, {**rows, "fidelity": list(fidelity.figures(experiment, faithful))}
 
 
 def framed(
-    exhibit: Exhibit,
+    experiment: Experiment,
     setting: Setting,
     claims: Sequence[Judged],
     blocks: Sequence[Block],
@@ -93,49 +103,53 @@ def framed(
 ) -> Section:
     """Returns the section with what a reader must know before the figures, and what could not be measured."""
     standing, seeds = [], ""
-    if isinstance(exhibit, Comparison):
-        standing = [setting.benches[key].standing for key in plan.asked(exhibit)]
-        seeds = plan.seeds_told(exhibit, setting)
-    place = f"{exhibit.label} in the paper's source." if exhibit.label else ""
-    intro = " ".join(filter(None, (place, exhibit.note, *standing, seeds)))
-    lacking = [*plan.missing(exhibit, setting), *plan.unreachable(exhibit, setting, failed)]
+    if isinstance(experiment, Comparison):
+        standing = [setting.benches[key].standing for key in plan.asked(experiment)]
+        seeds = plan.seeds_told(experiment, setting)
+    place = f"{experiment.label} in the paper's source." if experiment.label else ""
+    intro = " ".join(filter(None, (place, experiment.note, *standing, seeds)))
+    lacking = [*plan.missing(experiment, setting), *plan.unreachable(experiment, setting, failed)]
     blocks = [*blocks, *(["Not measured:", Points(lacking)] if lacking else [])]
-    title = f"{exhibit.number}: {exhibit.title}" if exhibit.number else exhibit.title
+    title = f"{experiment.number}: {experiment.title}" if experiment.number else experiment.title
     return Section(title, intro, blocks, shown.summed(claims))
 
 
-def shown_study(exhibit: Study, setting: Setting, out: Path) -> tuple[list[Block], list[Judged], dict[str, object]]:
+def shown_study(experiment: Study, setting: Setting, out: Path) -> tuple[list[Block], list[Judged], dict[str, object]]:
     """Returns the blocks, claims and figures of an analysis or of facts."""
-    blocks, claims = exhibit.show(setting, out)
-    blocks = [*blocks, *([shown.claims(exhibit.name, claims)] if claims else [])]
+    blocks, claims = experiment.show(setting, out)
+    blocks = [*blocks, *([shown.claims(experiment.name, claims)] if claims else [])]
     data = [dict(row) for block in blocks if isinstance(block, (Table, Chart)) for row in block.data]
     return blocks, list(claims), {"rows": data}
 
 
-def faster(exhibit: Comparison, took: Mapping[str, Mapping[str, float]]) -> Judged:
+def faster(experiment: Comparison, took: Mapping[str, Mapping[str, float]]) -> Judged:
     """Judges whether the first of the timed rows is faster than the second, bootstrapped over contexts."""
-    (quick, quick_paper), (slow, slow_paper) = exhibit.seconds.items()
+    (quick, quick_paper), (slow, slow_paper) = experiment.seconds.items()
     both = np.array([[took[quick][sample], took[slow][sample]] for sample in took[quick] if sample in took[slow]])
     drawn = resamples(len(both), 0) @ both
     low, high = np.percentile(drawn[:, 1] / drawn[:, 0], (2.5, 97.5))
     value = float(both[:, 1].sum() / both[:, 0].sum())
-    text = f"{exhibit.rows[quick].label} makes a cache faster than {exhibit.rows[slow].label} (times less 1)"
+    text = f"{experiment.rows[quick].label} makes a cache faster than {experiment.rows[slow].label} (times less 1)"
     holds = verdict(value - 1, low - 1, high - 1)
     return Judged(text, holds, (slow_paper / quick_paper - 1,), value - 1, float(low) - 1, float(high) - 1)
 
 
-def timed(exhibit: Comparison, took: Mapping[str, Mapping[str, float]]) -> Table:
+def timed(experiment: Comparison, took: Mapping[str, Mapping[str, float]]) -> Table:
     """Returns the seconds that a context takes."""
     lines = [
-        [exhibit.rows[row].label, f"{np.mean(list(took[row].values())):.2f}", f"{exhibit.seconds[row]:g}"]
-        for row in exhibit.seconds
+        [experiment.rows[row].label, f"{np.mean(list(took[row].values())):.2f}", f"{experiment.seconds[row]:g}"]
+        for row in experiment.seconds
     ]
     note = (
         "Prefill, scoring, restore pass or fitting, and eviction at the tightest ratio; the paper at 4,096 tokens. "
         "Taken while the grid ran, so other work on the machine counts."
     )
     head = ["method", "seconds a context, here", "seconds, paper"]
+<<<<<<< HEAD
     return Table(f"{exhibit.name}-seconds", "Seconds to make a cache", head, lines, note)
+=======
+    return table(f"{experiment.name}-seconds", "Seconds to make a cache", head, lines, note)
+>>>>>>> h-data
 
 
 def introduction(setting: Setting, results: Mapping[Cell, Result], claims: Sequence[Judged]) -> list[str]:

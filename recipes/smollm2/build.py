@@ -23,7 +23,7 @@ from restorekv.model.load import SMOLLM2, SMOLLM2_ID, load_model, shipped_path
 from restorekv.restore.adapter import RestoreAdapter
 
 TEXTS, READY = Path(__file__).parent / "texts", Path(__file__).parent / "data"
-WORDING = "Question: {question}\nAnswer:"  # with a blank line before it, that of the benchmarks (tasks/wording.py)
+WORDING = "Question: {question}\nAnswer:"  # with a blank line before it, that of the benchmarks (tasks/reading.py)
 ANSWERS = ("--answer-tokens", "40", "--question-tokens", "40", "--least-answer", "1", "--wording", WORDING)
 DATA = {  # folder: how it is built
     "stories": "--story-passages 109 --novel-passages 0 --section-passages 0 --invented 0.3",

@@ -4,7 +4,7 @@
 
 The passages are training documents only (tasks/splits.py): the first sections of FairytaleQA stories whose sections
 can be told apart, and the first lines of Factbook documents, up to LENGTH tokens each, with five questions. The wording
-with the highest mean of the two columns is the benchmarks' (tasks/wording.py).
+with the highest mean of the two columns is the benchmarks' (tasks/reading.py).
 """
 
 from __future__ import annotations

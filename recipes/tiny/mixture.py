@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from paper.exhibits.training_data import MIXTURE
+from paper.experiments.training_data import MIXTURE
 from restorekv.data.build import build
 from restorekv.data.config import BuildConfig
 from restorekv.data.files import parquet_rows
@@ -35,7 +35,7 @@ from restorekv.data.table import data_table, figures, left_out
 from restorekv.files import replacing, write_json
 from restorekv.model.load import load_model
 from restorekv.tiny import suite, world
-from restorekv.tiny.words import DEEDS, PEOPLE, PLACES, TIMES
+from restorekv.tiny.world import DEEDS, PEOPLE, PLACES, TIMES
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEST = 156  # test documents of the bundled suite that some table here is measured on; `data build` knows the first 52

@@ -1,4 +1,4 @@
-"""Finished cells of paper exhibits, made by hand from a table of scores, without a model."""
+"""Finished cells of paper experiments, made by hand from a table of scores, without a model."""
 
 import json
 from collections.abc import Mapping, Sequence

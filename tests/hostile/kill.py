@@ -86,7 +86,7 @@ def page(folder: Path) -> str:
     if not path.exists():
         return "nothing"
     return hashlib.sha256(
-        json.dumps(json.loads(path.read_text()).get("exhibits"), sort_keys=True).encode()
+        json.dumps(json.loads(path.read_text()).get("experiments"), sort_keys=True).encode()
     ).hexdigest()[:16]
 
 

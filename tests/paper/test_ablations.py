@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from paper import plan, training
-from paper.exhibit import Row
-from paper.exhibits import FURTHER, chosen
+from paper.experiment import Row
+from paper.experiments import FURTHER, chosen
 from paper.recipe import ABLATIONS
 from paper.setting import TRAINED, backbone, bundled
 from restorekv.compression.compressor import Eviction, load_adapter
@@ -21,7 +21,7 @@ SMALL = replace(ABLATIONS, contexts=1, questions=1, max_new_tokens=8, steps=2)
 
 def names(setting, which=NAMES):
     """Of every training that some row asks for, whether its adapter is at hand or not."""
-    rows = [row for exhibit in chosen(which, setting) for row in exhibit.rows.values()]
+    rows = [row for experiment in chosen(which, setting) for row in experiment.rows.values()]
     found = [
         setting.training(row.adapter, seed)
         for seed in setting.seeds
@@ -48,8 +48,8 @@ def test_seed_0_of_every_row_ships_and_three_of_the_method(tmp_path):
     setting = bundled(tmp_path)
     shipped = {path.name for path in (TRAINED / "bundled").iterdir() if path.is_dir()}
     assert shipped == {*names(replace(setting, seeds=(0,))), "restorekv,seed=1", "restorekv,seed=2"}
-    for exhibit in chosen(NAMES, setting):
-        assert not list(plan.missing(exhibit, setting))
+    for experiment in chosen(NAMES, setting):
+        assert not list(plan.missing(experiment, setting))
     assert len(plan.trainings(chosen(NAMES, setting), setting)) == 3 * 15 - 17
     assert plan.trainings(chosen("", replace(setting, seeds=(0,))), replace(setting, seeds=(0,))) == []
 
@@ -57,8 +57,8 @@ def test_seed_0_of_every_row_ships_and_three_of_the_method(tmp_path):
 def test_what_ships_was_trained_as_its_name_says(tmp_path):
     model, _ = load_model()
     setting = bundled(tmp_path)
-    for exhibit in chosen(NAMES, setting):
-        for row in exhibit.rows.values():
+    for experiment in chosen(NAMES, setting):
+        for row in experiment.rows.values():
             for seed, place in setting.located(row).items():
                 if seed is None or place is None:
                     continue
@@ -97,7 +97,7 @@ def test_an_evicted_row_is_asked_as_it_was_trained(tmp_path):
 
 def test_beyond_the_paper_only_when_asked_for(tmp_path):
     setting = bundled(tmp_path)
-    assert "beyond" in FURTHER and "beyond" not in {exhibit.name for exhibit in chosen("", setting)}
+    assert "beyond" in FURTHER and "beyond" not in {experiment.name for experiment in chosen("", setting)}
     (beyond,) = chosen("beyond", setting)
     assert "long: no adapter" not in list(plan.missing(beyond, setting))
     told = list(plan.missing(beyond, setting))

@@ -1,4 +1,4 @@
-"""The exhibits: the paper's figures, that its claims hold in them, and the cells that they ask for."""
+"""The experiments: the paper's figures, that its claims hold in them, and the cells that they ask for."""
 
 import re
 from dataclasses import replace
@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from paper import plan
-from paper.exhibit import Comparison, Most, Place
-from paper.exhibits import EXHIBITS, FURTHER, chosen, facts, mechanism
-from paper.exhibits.methods import METHODS, restored
+from paper.experiment import Comparison, Most, Place
+from paper.experiments import EXPERIMENTS, FURTHER, chosen, facts, mechanism
+from paper.experiments.methods import METHODS, restored
 from paper.scores import of_paper
 from paper.setting import backbone, bundled
 from paper.study import Study
@@ -20,7 +20,7 @@ from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.run import check
 from restorekv.model.load import bundled_path
 
-EVERY = ",".join((*EXHIBITS, *FURTHER))
+EVERY = ",".join((*EXPERIMENTS, *FURTHER))
 
 
 @pytest.fixture
@@ -33,15 +33,15 @@ def real(tmp_path):
     return backbone(tmp_path, "Qwen/Qwen3-4B", None)
 
 
-def exhibits(setting):
-    return {exhibit.name: exhibit for exhibit in chosen(EVERY, setting)}
+def experiments(setting):
+    return {experiment.name: experiment for experiment in chosen(EVERY, setting)}
 
 
 # ---- the paper
 
 
 @pytest.mark.parametrize(
-    ("exhibit", "row", "benchmark", "scores"),
+    ("experiment", "row", "benchmark", "scores"),
     [
         ("components", "embeddings", "ruler", {0.2: 92.7, 0.1: 82.6, 0.05: 42.1}),
         ("components", "qkvo", "ruler", {0.2: 93.5, 0.1: 88.4, 0.05: 72.0}),
@@ -65,14 +65,14 @@ def exhibits(setting):
         ("scbench", "kvzip restored", "scbench", {0.4: 29.7, 0.2: 33.1, 0.1: 32.4, 0.05: 25.6}),
     ],
 )
-def test_the_papers_figures(setting, exhibit, row, benchmark, scores):
-    told = exhibits(setting)[exhibit].rows[row].paper
+def test_the_papers_figures(setting, experiment, row, benchmark, scores):
+    told = experiments(setting)[experiment].rows[row].paper
     assert {place.ratio: points for place, points in told.items() if place.benchmark == benchmark} == scores
 
 
 def test_longbench_tells_both_backbones(setting, real):
     tight = Place("longbench", 0.0625, "Synth")
-    llama, qwen = (exhibits(each)["longbench"] for each in (setting, real))
+    llama, qwen = (experiments(each)["longbench"] for each in (setting, real))
     assert llama.backbone == "Llama-3.1-8B-Instruct" and qwen.backbone == "Qwen3-8B"
     assert llama.rows["kvzip"].paper[tight] == 20.6 and llama.rows["kvzip"].also["Qwen3-8B"][tight] == 14.3
     assert qwen.rows["kvzip restored"].paper[tight] == 15.0
@@ -83,22 +83,22 @@ def test_longbench_tells_both_backbones(setting, real):
                 assert points[place] == pytest.approx(mean, abs=0.0501), "the paper's own mean of its categories"
 
 
-@pytest.mark.parametrize("name", EXHIBITS)
+@pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_claim_holds_in_the_papers_own_figures(setting, real, name):
     for each in (setting, real):
-        exhibit = exhibits(each)[name]
-        if isinstance(exhibit, Study):
+        experiment = experiments(each)[name]
+        if isinstance(experiment, Study):
             continue
-        assert {*exhibit.against, *exhibit.against.values()} <= set(exhibit.rows)
-        for claim in exhibit.claims:
-            for other in ("", *exhibit.backbones):
-                value = of_paper(claim, exhibit, other)
+        assert {*experiment.against, *experiment.against.values()} <= set(experiment.rows)
+        for claim in experiment.claims:
+            for other in ("", *experiment.backbones):
+                value = of_paper(claim, experiment, other)
                 least = claim.least if isinstance(claim, Most) else 0
                 assert value is None or (value >= least and value > 0), claim.text
 
 
 def test_sixty_pairs_of_which_one_does_not_improve(setting):
-    methods = exhibits(setting)["methods"]
+    methods = experiments(setting)["methods"]
     assert len(methods.places) == 12 and of_paper(methods.claims[0], methods) == 59
     worse = [
         (method, place.benchmark, place.ratio)
@@ -111,7 +111,7 @@ def test_sixty_pairs_of_which_one_does_not_improve(setting):
 
 def test_the_same_figures_stand_for_the_same_run_in_every_table(setting):
     """KVzip and RestoreKV appear in many tables of one experiment; only the seeds' table has means of its own."""
-    made = exhibits(setting)
+    made = experiments(setting)
     whole = [("components", "full"), ("prune-first", "full"), ("tokens", "n8"), ("ratio-range", "0.025 to 0.25"),
              ("mismatch", "matched"), ("offset", "full"), ("methods", "kvzip restored"),
              ("main", "kvzip restored")]  # fmt: skip
@@ -122,8 +122,8 @@ def test_the_same_figures_stand_for_the_same_run_in_every_table(setting):
 
 
 def test_every_table_and_figure_is_there_once(setting):
-    numbers = [exhibit.number for name, exhibit in exhibits(setting).items() if name in EXHIBITS]
-    labels = [exhibit.label for name, exhibit in exhibits(setting).items() if name in EXHIBITS]
+    numbers = [experiment.number for name, experiment in experiments(setting).items() if name in EXPERIMENTS]
+    labels = [experiment.label for name, experiment in experiments(setting).items() if name in EXPERIMENTS]
     assert sorted(numbers) == sorted(
         [f"Figure {n}" for n in "13456AB"] + [f"Table {n}" for n in "1234ABCDEFGH"]
     )  # Figure 2 is a drawing
@@ -140,11 +140,11 @@ def test_every_cell_can_be_asked(setting, real):
         assert len({cell.name for cell in cells}) == len(cells)
 
 
-def test_exhibits_share_cells(setting):
+def test_experiments_share_cells(setting):
     """KVzip at r = 0.05 stands in nine tables and is asked once; all of KVzip's cells share one preparation."""
     made = chosen("", setting)
     base = Cell("bundled", "bundled:count=104", "kvzip", "0.05", prefix_policy="free", on_small_budget="fewer")
-    assert sum(base in {need.cell for need in plan.needs(exhibit, setting)} for exhibit in made) == 9
+    assert sum(base in {need.cell for need in plan.needs(experiment, setting)} for experiment in made) == 9
     cells = plan.cells(made, setting)
     assert cells.count(base) == 1 and 100 < len(cells) < 160
     assert len({cell.preparation for cell in cells if cell.evictor != "full"}) == 8  # kvzip on two sets of documents
@@ -235,7 +235,7 @@ def test_mistakes_are_told(tmp_path, setting):
 
 def test_training_data_has_the_papers_rows(setting, tmp_path):
     assert bundled_path("mixture.json").exists()
-    (table,), claims = exhibits(setting)["training-data"].show(setting, tmp_path)
+    (table,), claims = experiments(setting)["training-data"].show(setting, tmp_path)
     assert [row.cells[0] for row in table.rows] == ["LongAlpaca", "PG-19", "Tulu-3 FLAN", "Total"]
     assert [row.cells[2] for row in table.rows] == ["2,488", "2,260", "1,500", "6,248"] and not claims
 
@@ -249,7 +249,7 @@ def test_metrics_and_machine(setting, tmp_path):
 
 def test_what_is_not_measured_is_said(setting, tmp_path):
     for name in ("mechanism", "efficiency"):
-        assert exhibits(setting)[name].show(setting, tmp_path) == (["Not measured yet."], [])
+        assert experiments(setting)[name].show(setting, tmp_path) == (["Not measured yet."], [])
 
 
 def test_attention_claims_are_paired_by_document():
@@ -272,6 +272,6 @@ def test_attention_claims_are_paired_by_document():
 
 
 def test_comparisons_have_names_that_are_files(setting):
-    for exhibit in exhibits(setting).values():
-        assert re.fullmatch(r"[a-z0-9-]+", exhibit.name)
-        assert isinstance(exhibit, Comparison | Study)
+    for experiment in experiments(setting).values():
+        assert re.fullmatch(r"[a-z0-9-]+", experiment.name)
+        assert isinstance(experiment, Comparison | Study)

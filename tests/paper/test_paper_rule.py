@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from paper import fidelity, plan, record, shown
-from paper.exhibit import Place
-from paper.exhibits import chosen
+from paper.experiment import Place
+from paper.experiments import chosen
 from paper.markdown import paragraphs
 from paper.setting import Bench, bundled
 from restorekv.evaluation.stats import resamples
@@ -28,11 +28,11 @@ def setting(tmp_path):
 
 @pytest.fixture
 def measure(setting, tmp_path):
-    """Makes results of an exhibit: (evictor, restored, spec) -> what is said of each task."""
+    """Makes results of an experiment: (evictor, restored, spec) -> what is said of each task."""
 
-    def made(exhibit, said):
+    def made(experiment, said):
         found = {}
-        for cell in plan.cells([exhibit], setting):
+        for cell in plan.cells([experiment], setting):
             key = (cell.evictor, cell.restored, cell.benchmark)
             if key in said:
                 found[cell] = finished(tmp_path / "cells", cell, said[key])

@@ -9,7 +9,7 @@ import pytest
 from paper import carry_out, plan, write
 from paper import setting as setting_module
 from paper.carry_out import Clock, spoken
-from paper.exhibits import chosen
+from paper.experiments import chosen
 from paper.setting import bundled
 from restorekv.evaluation.results import CELLS, load
 from restorekv.evaluation.stats import compared, interval
@@ -34,7 +34,7 @@ def test_from_nothing(made):
     found = {(one.cell.evictor, one.cell.restored): one for one in load(out)}
     assert set(found) == {("kvzip", False), ("fastkvzip", False), ("fastkvzip", True), ("full", False)}
     assert all(one.done and one.facts["prefix_policy"] == "free" for one in found.values())
-    told = json.loads((out / "report" / "paper.json").read_text())["exhibits"]
+    told = json.loads((out / "report" / "paper.json").read_text())["experiments"]
     assert list(told) == ["fast-kvzip", "metrics"]
     rows = {row["row"]: row for row in told["fast-kvzip"]["rows"]}
     retrieval = bundled(out).benches["ruler"].parts[""]
@@ -62,14 +62,14 @@ def test_a_killed_start_goes_on(made, tmp_path):
     """Without its last line and its summary a cell is finished, and the others are left alone."""
     out, _ = made
     setting = bundled(out, 2)
-    exhibits = chosen("fast-kvzip", setting)
-    cell = plan.needs(exhibits[0], setting)[0].cell
+    experiments = chosen("fast-kvzip", setting)
+    cell = plan.needs(experiments[0], setting)[0].cell
     place = out / CELLS / cell.name
     whole = (place / "answers.jsonl").read_bytes()
     (place / "answers.jsonl").write_bytes(whole.splitlines(keepends=True)[0] + b'{"sample": "1", "tok')
     (place / "summary.json").unlink()
     told = []
-    results = carry_out.carry_out(exhibits, setting, out, lambda what, share: told.append((what, share))).results
+    results = carry_out.carry_out(experiments, setting, out, lambda what, share: told.append((what, share))).results
     assert (place / "answers.jsonl").read_bytes() == whole and results[cell].done
     assert told[-1][1] == pytest.approx(1.0)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from paper.exhibit import Claim, Comparison, Most, Place, Row, above, keeps
+from paper.experiment import Claim, Comparison, Most, Place, Row, above, keeps
 from paper.scores import Scores, judged, margin, ordered, spread
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.stats import Answer, interval, resamples
@@ -135,10 +135,10 @@ def test_claims_are_judged():
         Claim("steady", {}, plus=1, spread=("full", HERE)),
         above("missing", "base", HERE, "unknown"),
     )
-    exhibit = comparison({"base": 40, "part": 62, "full": 70, "again": 70, "missing": 70}, claims)
+    experiment = comparison({"base": 40, "part": 62, "full": 70, "again": 70, "missing": 70}, claims)
     base = made_runs([None])
     scores = scores_of(base=base, full=raised(base, 0.5), part=raised(base, 0.4), again=raised(base, 0.5))
-    told = [judged(claim, exhibit, scores) for claim in claims]
+    told = [judged(claim, experiment, scores) for claim in claims]
     assert [each.verdict for each in told] == [
         "holds", "does not hold", "within noise", "holds", "does not hold", "holds", "not measured",
     ]  # fmt: skip
@@ -146,29 +146,29 @@ def test_claims_are_judged():
     assert told[3].value == pytest.approx(40 - 25) and told[3].paper[0] == pytest.approx(22 - 15)
     assert told[4].value == pytest.approx(40 - 45) and told[5].value == pytest.approx(1)
     assert told[5].paper == (0.5,) and told[6].value is None
-    order = ordered(exhibit, scores, HERE)
+    order = ordered(experiment, scores, HERE)
     assert len(order["as in the paper"]) == 5 and not order["the other way"]
-    turned = ordered(exhibit, scores_of(base=raised(base, 0.5), part=base), HERE)
+    turned = ordered(experiment, scores_of(base=raised(base, 0.5), part=base), HERE)
     assert turned["the other way"] == [["part", "base"]]
 
 
 def test_a_count_is_judged_by_the_resampled_sets():
     gain = [{(name, HERE): 1, ("base", HERE): -1} for name in ("up", "also", "down")]
-    exhibit = comparison({"base": 40, "up": 50, "also": 41, "down": 30}, ())
+    experiment = comparison({"base": 40, "up": 50, "also": 41, "down": 30}, ())
     base = made_runs([None])
     scores = scores_of(base=base, up=raised(base, 0.2), also=raised(base, 0.1), down=raised(base, -0.2))
-    told = {least: judged(Most("most", tuple(gain), least), exhibit, scores) for least in (1, 2, 3)}
+    told = {least: judged(Most("most", tuple(gain), least), experiment, scores) for least in (1, 2, 3)}
     assert [told[least].verdict for least in (1, 2, 3)] == ["holds", "holds", "does not hold"]
     assert (told[2].value, told[2].low, told[2].high, told[2].of, told[2].paper) == (2, 2, 2, 3, (2,))
     base[None][0] = Answer("0", "single", "single?", "", 1.0)
     other = {None: [Answer(a.document, a.family, a.question, "", 1 - a.score) for a in base[None]]}
     mixed = scores_of(base=base, up=other, also=raised(base, 0.1), down=raised(base, -0.2))
-    assert judged(Most("most", tuple(gain), 2), exhibit, mixed).verdict == "within noise"
-    assert judged(Most("most", tuple(gain), 2), exhibit, scores_of(base=base)).verdict == "not measured"
+    assert judged(Most("most", tuple(gain), 2), experiment, mixed).verdict == "within noise"
+    assert judged(Most("most", tuple(gain), 2), experiment, scores_of(base=base)).verdict == "not measured"
 
 
 def test_a_figure_that_the_paper_does_not_give_is_none():
-    exhibit = comparison({"base": 40}, (), {"other": Row("other", "kvzip")})
+    experiment = comparison({"base": 40}, (), {"other": Row("other", "kvzip")})
     base = made_runs([None])
-    told = judged(above("other", "base", HERE, ""), exhibit, scores_of(base=base, other=raised(base, 0.1)))
+    told = judged(above("other", "base", HERE, ""), experiment, scores_of(base=base, other=raised(base, 0.1)))
     assert told.paper == (None,) and told.verdict == "holds"

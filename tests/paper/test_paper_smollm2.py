@@ -9,7 +9,7 @@ import pytest
 from paper import plan
 from paper import setting as setting_of_paper
 from paper import smollm2 as module
-from paper.exhibits import EXHIBITS, FURTHER, chosen, mechanism
+from paper.experiments import EXPERIMENTS, FURTHER, chosen, mechanism
 from paper.setting import ASKED, SEEDS
 from paper.smollm2 import smollm2
 from restorekv import tasks
@@ -24,7 +24,7 @@ from restorekv.train.config import TrainConfig
 from tests.helpers.cli_world import cli
 from tests.helpers.models import build_model
 
-EVERY = ",".join((*EXHIBITS, *FURTHER))
+EVERY = ",".join((*EXPERIMENTS, *FURTHER))
 SMALL = "bundled:count=1,low=64,high=64"
 
 
@@ -111,7 +111,7 @@ def test_every_cell_can_be_asked(tmp_path, package):
 def test_without_adapters_everything_restored_is_missing(tmp_path, package):
     setting = smollm2(tmp_path)
     assert setting.settings == TrainConfig()
-    missing = [line for exhibit in chosen(EVERY, setting) for line in plan.missing(exhibit, setting)]
+    missing = [line for experiment in chosen(EVERY, setting) for line in plan.missing(experiment, setting)]
     assert "RestoreKV: no adapter (restorekv,seed=0)" in missing
     assert "n = 16: no adapter (restorekv,restore_tokens=16,seed=0)" in missing
     assert mechanism.label(setting).endswith("-alone"), "not in the way of a later measurement with an adapter"
@@ -126,12 +126,12 @@ def test_adapters_that_ship_are_found(tmp_path, package, monkeypatch):
     adapter(ablations / "restorekv,rank=12,restore_tokens=1,seed=2", restore_tokens=1, rank=12)
     setting = smollm2(tmp_path)
     assert (setting.settings.restore_tokens, setting.settings.rank, setting.settings.seed) == (4, 12, 0)
-    made = {exhibit.name: exhibit for exhibit in chosen(EVERY, setting)}
+    made = {experiment.name: experiment for experiment in chosen(EVERY, setting)}
     assert setting.located(made["methods"].rows["kvzip restored"]) == {0: "auto"}
     assert setting.located(made["methods"].rows["h2o restored"]) == {0: None}
     assert setting.located(made["tokens"].rows["n4"]) == {0: "auto", 1: None, 2: None}, "the method's own"
     assert setting.located(made["mismatch"].rows["mismatched"])[0] == "smollm2:snapkv"
-    one = {exhibit.name: exhibit for exhibit in chosen("tokens", setting)}["tokens"].rows["n1"]
+    one = {experiment.name: experiment for experiment in chosen("tokens", setting)}["tokens"].rows["n1"]
     assert setting.located(one) == dict.fromkeys(SEEDS), "no adapter of these settings"
     adapter(ablations / "restorekv,restore_tokens=1,seed=2", restore_tokens=1, rank=12)
     assert setting.located(one)[2] == str(ablations / "restorekv,restore_tokens=1,seed=2")
@@ -198,14 +198,14 @@ def test_tables_charts_and_figures_are_stored(tmp_path, small):
     for name, result in found.items():
         assert stored["conventions"][name]["fingerprint"] == result.facts["fingerprint"]
         assert stored["held"][name]["pairs"] == result.summary["pairs"] and stored["held"][name]["bytes"] > 0
-    rows = {(row["row"], row["ratio"]): row for row in stored["exhibits"]["scbench"]["fidelity"]}
+    rows = {(row["row"], row["ratio"]): row for row in stored["experiments"]["scbench"]["fidelity"]}
     summary = next(one.summary for one in found.values() if one.cell.evictor == "kvzip" and one.cell.ratio == "0.05")
     assert rows["kvzip", 0.05]["kl"] == pytest.approx(summary["kl"])
     assert rows["kvzip", 0.05]["same"] == pytest.approx(summary["same"])
     before = {path: os.stat(path).st_mtime_ns for path in (out / CELLS).rglob("*") if path.is_file()}
     assert cli(*command).code == 0
     assert before == {path: os.stat(path).st_mtime_ns for path in (out / CELLS).rglob("*") if path.is_file()}
-    assert json.loads((page.parent / "page.json").read_text())["exhibits"] == stored["exhibits"]
+    assert json.loads((page.parent / "page.json").read_text())["experiments"] == stored["experiments"]
 
 
 def test_an_adapter_is_measured_beside_its_base(tmp_path, small):
@@ -213,7 +213,7 @@ def test_an_adapter_is_measured_beside_its_base(tmp_path, small):
     command = ("paper", tmp_path / "out", "--model", "smollm2", "--only", "scbench", "--adapters", tmp_path / "mine")
     result = cli(*command, "--count", 1)
     assert result.code == 0 and "not measured" not in result.err, result.err
-    told = json.loads((tmp_path / "out" / "report" / "paper.json").read_text())["exhibits"]["scbench"]
+    told = json.loads((tmp_path / "out" / "report" / "paper.json").read_text())["experiments"]["scbench"]
     scores, faithful = ({(row["row"], row["ratio"]): row for row in told[key]} for key in ("rows", "fidelity"))
     mine, base = (faithful[row, 0.2] for row in ("kvzip restored", "kvzip"))
     assert mine["kl_change"] == pytest.approx(mine["kl"] - base["kl"]) and "gain" in scores["kvzip restored", 0.2]
@@ -253,7 +253,7 @@ def test_smollm2_itself(tmp_path):
     result = cli("paper", tmp_path / "out", "--model", "smollm2", "--count", 1, "--only", "prune-first")
     assert result.code == 0, result.err
     stored = json.loads((tmp_path / "out" / "report" / "paper.json").read_text())
-    told = stored["exhibits"]["prune-first"]
+    told = stored["experiments"]["prune-first"]
     scores = {(row["row"], row["ratio"]): row["score"] for row in told["rows"] if "score" in row}
     faithful = {(row["row"], row["ratio"]): row for row in told["fidelity"]}
     assert set(scores) == set(faithful) >= {("base", ratio) for ratio in (0.2, 0.1, 0.05)}

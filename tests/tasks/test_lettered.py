@@ -8,8 +8,8 @@ import pytest
 
 from restorekv.errors import RestoreKVError
 from restorekv.tasks import make
+from restorekv.tasks.lettered import with_options
 from restorekv.tasks.metrics import letter
-from restorekv.tasks.wording import with_options
 
 READ = {
     "B": "B",

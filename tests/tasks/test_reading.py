@@ -18,11 +18,9 @@ from restorekv.evaluation.protocols import PROTOCOLS
 from restorekv.evaluation.run import run
 from restorekv.tasks import splits
 from restorekv.tasks.base import digest
-from restorekv.tasks.excerpts import packed, split_text, spread
 from restorekv.tasks.fairytaleqa import passages_of
 from restorekv.tasks.metrics import exact_match, longest_common_f1
-from restorekv.tasks.reading import TEXTS
-from restorekv.tasks.wording import WORDING
+from restorekv.tasks.reading import TEXTS, WORDING, packed, split_text, spread
 from tests.helpers.models import build_model
 
 NAMES = ("fairytaleqa", "xquad", "hotpotqa", "factbook")

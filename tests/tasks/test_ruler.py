@@ -12,7 +12,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.tasks import Question, make
 from restorekv.tasks.base import digest
 from restorekv.tasks.reading import TEXTS
-from restorekv.tasks.ruler.benchmark import ESSAY_TASKS, SHIPPED, TASKS
+from restorekv.tasks.ruler.benchmark import ESSAY_TASKS, STAND_INS, TASKS
 from restorekv.tasks.ruler.documents import Asked, over_documents
 from restorekv.tasks.ruler.draft import most_units
 from restorekv.tasks.ruler.needles import Essays, needles
@@ -257,7 +257,7 @@ def test_lengths_are_filled_and_never_exceeded(tokenizer, length, short, source)
 
 
 def test_a_novel_is_the_haystack_and_every_sample_has_its_own_place_in_it(tokenizer):
-    novel = " ".join(gzip.decompress((TEXTS / SHIPPED["essays"]).read_bytes()).decode().split())
+    novel = " ".join(gzip.decompress((TEXTS / STAND_INS["essays"]["file"]).read_bytes()).decode().split())
     spec = "ruler:length=1024,per_task=6,tasks=niah_single_2+niah_multiquery"
     samples = list(make(spec).samples(tokenizer, "kvpress"))
     places = []

@@ -17,10 +17,17 @@ from restorekv.model.prompt import default_between, make_context
 from restorekv.train import teacher as teacher_module
 from restorekv.train.checks import check
 from restorekv.train.config import TrainConfig, learning_rate
-from restorekv.train.examples import Example, check_lengths, examples_hash, read_examples, sources
+from restorekv.train.examples import (
+    Example,
+    StepSample,
+    check_lengths,
+    examples_hash,
+    read_examples,
+    sample_step,
+    sources,
+)
 from restorekv.train.loop import initial_adapter, train
 from restorekv.train.loss import answer_logits, divergence
-from restorekv.train.sampling import StepSample, sample_step
 from restorekv.train.teacher_cache import TeacherCache
 from tests.helpers.models import SHAPE, build_model
 

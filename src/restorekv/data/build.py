@@ -1,11 +1,9 @@
 """Building a mixture: read, filter, let the teacher ask and answer, write. A build that was killed can be resumed."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -47,8 +45,8 @@ def build(
         return folder.read_manifest(out)
     if resume and before is None:
         warn(f"There is nothing in {out} to resume; this is a new build.")
-    texts = chain(suite_texts(tokenizer), evaluation_texts(list(exclude)))
-    evaluations = Evaluations(texts, config.overlap)
+    tests = ((f"bundled suite, document {number}", made.text) for number, made in enumerate(suite(tokenizer, TESTED)))
+    evaluations = Evaluations(chain(tests, evaluation_texts(list(exclude))), config.overlap)
     longest = longest_context(model, tokenizer, config)
     check_lengths(config, longest)
     builder = Builder(model, tokenizer, config, evaluations, longest, progress)
@@ -95,11 +93,6 @@ def build_source(builder: Builder, source: Source, out: Path, record: dict) -> d
 
 def warn(text: str) -> None:
     warnings.warn(text, RestoreKVWarning, stacklevel=3)
-
-
-def suite_texts(tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
-    """Yields the test documents of the bundled suite, as this tokenizer makes them."""
-    return ((f"bundled suite, document {number}", made.text) for number, made in enumerate(suite(tokenizer, TESTED)))
 
 
 def check_lengths(config: BuildConfig, longest: int) -> None:

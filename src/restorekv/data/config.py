@@ -1,7 +1,5 @@
 """The settings of a mixture: the defaults are the counts and limits of the paper's appendix on training data."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields

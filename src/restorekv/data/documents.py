@@ -1,9 +1,12 @@
-"""What a source yields for a row: a context with its license, or the reason why the row is dropped."""
+"""What a source yields for a row: contexts with their license, or the reason why the row is dropped."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import wraps
+
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv.data.config import BuildConfig
 
 
 @dataclass(frozen=True)
@@ -30,18 +33,36 @@ class Dropped:
     reason: str
 
 
-def not_text(name: str) -> Dropped:
-    return Dropped(f"field {name} is not text")
+class DropRow(Exception):  # noqa: N818
+    """Raised by the reader of one row that gives no context; its text is the reason."""
 
 
-def text_of(row: dict, name: str, change: Callable[[str], str] = str) -> str | Dropped:
-    """Returns change(field), or "" where the row has no such field; joins a list of parts {type, text}."""
+RowReader = Callable[[int, dict, BuildConfig, Tokenizer], Iterable[Document]]
+Reader = Callable[[Iterator[dict], BuildConfig, Tokenizer], Iterator[Document | Dropped]]
+
+
+def row_by_row(read: RowReader) -> Reader:
+    """Turns the reader of (index, row) into the reader of all rows, which yields why a row is dropped."""
+
+    @wraps(read)
+    def reader(rows: Iterator[dict], config: BuildConfig, tokenizer: Tokenizer) -> Iterator[Document | Dropped]:
+        for index, row in enumerate(rows):
+            try:
+                yield from read(index, row, config, tokenizer)
+            except DropRow as reason:
+                yield Dropped(str(reason))
+
+    return reader
+
+
+def text_of(row: dict, name: str) -> str:
+    """Returns a field, or "" where the row has no such field; joins a list of parts {type, text}."""
     value = row.get(name)
     if isinstance(value, list) and all(isinstance(part, dict) for part in value):
         value = "\n".join(part["text"] for part in value if isinstance(part.get("text"), str))
-    if value is None:
-        return ""
-    return change(value) if isinstance(value, str) and is_unicode(value) else not_text(name)
+    if value is not None and not (isinstance(value, str) and is_unicode(value)):
+        raise DropRow(f"field {name} is not text")
+    return value or ""
 
 
 def is_unicode(text: str) -> bool:
@@ -53,8 +74,8 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def whole(name: str, text: str | Dropped, license: str, missing: str = "no document") -> Document | Dropped:
+def whole(name: str, text: str, license: str, missing: str = "no document") -> list[Document]:
     """Returns the text as one document; a blank text is dropped because of `missing`."""
-    if isinstance(text, Dropped):
-        return text
-    return Document(name, text, license) if text.strip() else Dropped(missing)
+    if not text.strip():
+        raise DropRow(missing)
+    return [Document(name, text, license)]

@@ -4,18 +4,16 @@ JSON is parsed here because `datasets` changes it: of mixed types it makes strin
 the hub are read through `datasets`.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import importlib
 import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from restorekv.errors import RestoreKVError, first_sentence
 
@@ -91,13 +89,18 @@ def rows(where: str, known: dict) -> Iterator[dict]:
 
 def hub_rows(where: str, known: dict) -> Iterator[dict]:
     """Streams the split "train", so that only what is needed is downloaded."""
+    try:
+        yield from hub_dataset(path=known["hub"], revision=known["revision"], split="train", streaming=True)
+    except Exception as error:  # foreign, unreachable, gated: the readers' errors have no common kind
+        raise unreadable(where, error) from error
+
+
+def hub_dataset(*name: str, **which: Any) -> Iterable[dict]:
+    """Returns `datasets.load_dataset`, without its messages; its errors share no base class."""
     library = optional("datasets")
     library.logging.set_verbosity(library.logging.CRITICAL)
     library.disable_progress_bars()
-    try:
-        yield from library.load_dataset(path=known["hub"], revision=known["revision"], split="train", streaming=True)
-    except Exception as error:  # foreign, unreachable, gated: the readers' errors have no common kind
-        raise unreadable(where, error) from error
+    return library.load_dataset(*name, **which)
 
 
 def values(file: Path) -> Iterator[tuple[str, object]]:
@@ -151,7 +154,7 @@ def parse_json(file: Path, content: bytes, line: int = 1) -> object:
         raise RestoreKVError(f"{file}, line {line} is not UTF-8 text; convert the file first.") from error
     except (ValueError, RecursionError) as error:
         line += getattr(error, "lineno", 1) - 1
-        reason = getattr(error, "msg", str(error))
+        reason = f"{error.msg}, character {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
         raise RestoreKVError(f"{file}, line {line} is not JSON ({reason}); fix it or fetch the file again.") from error
 
 

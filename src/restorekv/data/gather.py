@@ -4,8 +4,6 @@ The attempts at a context are appended to a file as soon as they are complete, s
 the context it was working on and asks nothing twice.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

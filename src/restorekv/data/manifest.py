@@ -4,8 +4,6 @@ While it is built the folder holds build.json (what is being built) and parts/ (
 last and replaces them, so a folder with a manifest is complete.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import platform
@@ -163,21 +161,21 @@ def check_same(out: Path, before: dict | None, now: dict) -> None:
 
 def differences(before: dict, now: dict) -> list[str]:
     """Returns one text per change, as "--seed 0 (now 7)"."""
-    changes = []
-    for key, label in (("config", "--{}"), ("model", "the model's {}")):
-        was = before[key]
-        changes += [
-            f"{label.format(name.replace('_', '-'))} {was.get(name)} (now {value})"
-            for name, value in now.get(key, {}).items() if name != "name" and was.get(name) != value
-        ]  # fmt: skip
+    changes = [
+        f"{label.format(name.replace('_', '-'))} {before[key].get(name)} (now {value})"
+        for key, label in (("config", "--{}"), ("model", "the model's {}"))
+        for name, value in now.get(key, {}).items()
+        if name != "name" and before[key].get(name) != value
+    ]
     files = [("--exclude", before["exclude"], now["exclude"])] if "exclude" in now else []
     for name, source in now.get("sources", {}).items():
         files.append((f"--{name}", files_of(before["sources"].get(name, {})), files_of(source)))
     for flag, was, is_now in files:
-        if was != is_now:
-            gone, new = ([x for x in one if x not in other] for one, other in ((was, is_now), (is_now, was)))
-            moved = not gone and not new  # the same files in another order
-            changes.append(f"{flag} {listed(was if moved else gone)} (now {listed(is_now if moved else new)})")
+        gone, new = ([x for x in one if x not in other] for one, other in ((was, is_now), (is_now, was)))
+        if gone or new:
+            changes.append(f"{flag} {listed(gone)} (now {listed(new)})")
+        elif was != is_now:  # the same files in another order
+            changes.append(f"{flag} {listed(was)} (now {listed(is_now)})")
     return changes
 
 

@@ -3,8 +3,6 @@
 Every source is a parquet file with a row per question; a repeated context is stored once.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -90,8 +88,7 @@ def read_mixture(
 
 def checked_rows(path: Path, source: str, limit: int) -> Iterator[dict]:
     for number, row in enumerate(map(renamed_keys, parquet_rows(path)), 1):
-        missing = [name for name in COLUMNS if name not in row]
-        if missing:
+        if missing := [name for name in COLUMNS if name not in row]:
             raise RestoreKVError(f"{path} lacks the column {missing[0]}; build the data again.")
         if problem := fault(row, source, limit):
             raise RestoreKVError(f"{path}, row {number} {problem}; fix the row or build the data again.")
@@ -100,12 +97,10 @@ def checked_rows(path: Path, source: str, limit: int) -> Iterator[dict]:
 
 def fault(row: dict, source: str, limit: int) -> str | None:
     """Returns what is wrong with a row, or None."""
-    for name in TEXTS:
-        if not isinstance(row[name], str):
-            return f"has no text in the column {name}"
-    for name in NUMBERS:
-        if not isinstance(row[name], int):
-            return f"has no whole number in the column {name}"
+    for names, kind, what in ((TEXTS, str, "text"), (NUMBERS, int, "whole number")):
+        for name in names:
+            if not isinstance(row[name], kind):
+                return f"has no {what} in the column {name}"
     ids = row["answer_ids"]
     problems = {
         f"belongs to {row['source']!r}, not {source!r}": row["source"] != source,

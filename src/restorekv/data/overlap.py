@@ -5,8 +5,6 @@ is among those of the evaluation texts, or of one evaluation text's among its ow
 stretch of 20 words) count as a coincidence.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import unicodedata

@@ -9,75 +9,48 @@ thing has one value (a number, a code, a word, a date) or several. The form "the
 from the full cache; none of the sentences and questions is one of RULER's.
 """
 
-from __future__ import annotations
-
+import json
 import math
 import random
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.data.config import BuildConfig
-from restorekv.data.documents import Document, Dropped, text_of
+from restorekv.data.documents import Document, DropRow, Reader, row_by_row, text_of
 
 STORIES_LICENSE, NOVELS_LICENSE, SECTIONS_LICENSE = "apache-2.0", "public-domain", "cc0-1.0"
 HUMAN, FACT, REPEAT, LISTED = "human", "fact", "repeat", "list"
-REPEATS = ("Repeat the text above from its beginning.", "Repeat the previous context exactly.")
-LISTS = (
-    "List the names of the people in the text above.",
-    "List all numbers and dates that the text above gives.",
-    "List what happens in the text above, in order.",
-    "Summarize the text above.",
-)
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
-NAMES = (
-    "Amina Okoro|Boris Lindqvist|Carla Menotti|Daniel Arce|Eleni Papas|Farid Haddad|Grace Whitlock|Henrik Dahl|"
-    "Ines Costa|Jonah Pike|Keiko Tanabe|Lars Ostberg|Mara Ivanova|Nils Becker|Oona Reilly|Pedro Salas|Quinn Harper|"
-    "Rosa Delgado|Stefan Kruger|Tala Nasser|Ursula Brandt|Viktor Hale|Wanda Kowal|Yusuf Demir|Zelda Moreau"
-).split("|")  # fmt: skip
-OWNED = (
-    "locker|library card|bank account|parcel|bicycle|train ticket|hotel room|membership|passport|garden plot|mailbox|"
-    "safe|boat|file|order|telephone line|insurance policy|storage box|theater seat|invoice"
-).split("|")
-PLACES = (
-    "the old harbor|the north tower|the blue warehouse|the museum cellar|the river mill|the botanical garden|"
-    "the city archive|the lighthouse|the covered market|the railway depot|the observatory|the grain store|the chapel|"
-    "the customs house|the boat yard|the school attic|the print shop|the water works|the town hall|the ferry office"
-).split("|")  # fmt: skip
-WORDS = (
-    "amber|basil|cobalt|dahlia|ember|falcon|granite|heron|indigo|juniper|kestrel|lantern|marble|nutmeg|onyx|pebble|quartz|"
-    "raven|saffron|thistle|umber|velvet|willow|yarrow|zephyr|cedar|copper|maple|otter|plum"
-).split("|")  # fmt: skip
-MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December".split("|")
+PHRASES: dict[str, list[str]] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
+REPEATS, LISTS, NAMES, OWNED, PLACES, WORDS, MONTHS = PHRASES.values()
 DIGITS = "0123456789abcdef"
-Reader = Callable[[Iterator[dict], BuildConfig, Tokenizer], Iterator[Document | Dropped]]
 Draw = Callable[[random.Random], str]
 
 
 def passage_reader(license: str, per_text: Callable[[BuildConfig], int]) -> Reader:
     """Returns a source's reader; `per_text` is how many passages one text may give."""
 
-    def read(rows: Iterator[dict], config: BuildConfig, tokenizer: Tokenizer) -> Iterator[Document | Dropped]:
-        for index, row in enumerate(rows):
-            text = text_of(row, "context") or text_of(row, "text")
-            if isinstance(text, Dropped) or not text.strip():
-                yield text if isinstance(text, Dropped) else Dropped("no text")
-                continue
-            name = str(row.get("id") or f"row {index}")
-            asked = questions_of(row)
-            count = 1 if asked else per_text(config)
-            for number, (passage, share) in enumerate(passages(tokenizer, text, name, config, count)):
-                first = asked[: max(round(share * len(asked)), config.questions)]
-                yield with_questions(f"{name} passage {number}", passage, first, license, config)
+    @row_by_row
+    def read(index: int, row: dict, config: BuildConfig, tokenizer: Tokenizer) -> Iterator[Document]:
+        text = text_of(row, "context") or text_of(row, "text")
+        if not text.strip():
+            raise DropRow("no text")
+        name = str(row.get("id") or f"row {index}")
+        asked = questions_of(row)
+        count = 1 if asked else per_text(config)
+        for number, (passage, share) in enumerate(passages(tokenizer, text, name, config, count)):
+            first = asked[: max(round(share * len(asked)), config.questions)]
+            yield with_questions(f"{name} passage {number}", passage, first, license, config)
 
     return read
 
 
 def questions_of(row: dict) -> list[str]:
     """Returns the questions that come with a text."""
-    rows = row.get("questions")
-    rows = rows if isinstance(rows, list) else []
+    rows = row["questions"] if isinstance(row.get("questions"), list) else []
     asked = [each.get("question") if isinstance(each, dict) else each for each in rows]
     return [text for text in asked if isinstance(text, str) and text.strip()]
 
@@ -111,7 +84,7 @@ def with_questions(name: str, passage: str, asked: list[str], license: str, conf
         passage, facts = invent(passage, rng)
     questions = [(HUMAN, worded(rng, text, config)) for text in sample_in_order(rng, asked, config.questions)]
     questions += [(FACT, worded(rng, text, config)) for text in sample_in_order(rng, facts, config.questions)]
-    questions.append(repeat_or_list(rng))
+    questions.append((LISTED, rng.choice(LISTS)) if rng.random() < 0.4 else (REPEAT, rng.choice(REPEATS)))
     return Document(name, passage, license, asked=tuple(questions), studied=not asked and not facts)
 
 
@@ -123,12 +96,6 @@ def worded(rng: random.Random, question: str, config: BuildConfig) -> str:
 def sample_in_order(rng: random.Random, items: list[str], count: int) -> list[str]:
     chosen = sorted(rng.sample(range(len(items)), min(count, len(items))))
     return [items[index] for index in chosen]
-
-
-def repeat_or_list(rng: random.Random) -> tuple[str, str]:
-    if rng.random() < 0.4:
-        return LISTED, rng.choice(LISTS)
-    return REPEAT, rng.choice(REPEATS)
 
 
 def number(rng: random.Random) -> str:

@@ -4,8 +4,6 @@ The teacher is the model itself with the full cache. It decodes greedily, all qu
 one prefill. A question follows the context as "\\n\\n" and its words, without "Q:".
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -15,8 +15,6 @@ flan        FLAN v2 within the Tulu-3 mixture (arXiv 2411.15124; hub allenai/tul
 passages    stories, novels and fact sheets (`passages`).
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -26,8 +24,8 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.data.config import BuildConfig
-from restorekv.data.documents import Document, Dropped, not_text, text_of, whole
-from restorekv.data.passages import NOVELS_LICENSE, SECTIONS_LICENSE, STORIES_LICENSE, Reader, passage_reader
+from restorekv.data.documents import Document, DropRow, Reader, row_by_row, text_of, whole
+from restorekv.data.passages import NOVELS_LICENSE, SECTIONS_LICENSE, STORIES_LICENSE, passage_reader
 from restorekv.errors import RestoreKVError
 
 LONGALPACA_LICENSE, PG19_LICENSE, FLAN_LICENSE = "cc-by-nc-4.0", "apache-2.0", "odc-by"
@@ -44,11 +42,11 @@ LABELS = {  # a paper's own words for its license
 }
 
 
-def longalpaca(rows: Iterator[dict], config: BuildConfig, tokenizer: Tokenizer) -> Iterator[Document | Dropped]:
-    """Yields the documents in the file's order; a row of a text file is a whole document."""
-    for index, row in enumerate(rows):
-        text = text_of(row, "text") or text_of(row, "instruction", before_question)
-        yield whole(f"row {index}", text, LONGALPACA_LICENSE)
+@row_by_row
+def longalpaca(index: int, row: dict, config: BuildConfig, tokenizer: Tokenizer) -> list[Document]:
+    """A row of a text file is a whole document."""
+    text = text_of(row, "text") or before_question(text_of(row, "instruction"))
+    return whole(f"row {index}", text, LONGALPACA_LICENSE)
 
 
 def before_question(instruction: str) -> str:
@@ -59,15 +57,14 @@ def before_question(instruction: str) -> str:
     return instruction.rpartition("Question:")[0].rstrip()
 
 
-def open_papers(rows: Iterator[dict], config: BuildConfig, tokenizer: Tokenizer) -> Iterator[Document | Dropped]:
-    """Yields the papers under one of `config.allowed_licenses`."""
-    for index, row in enumerate(rows):
-        label = license_label(row)
-        license = LABELS.get(label)
-        if license not in config.allowed_licenses:
-            yield Dropped(f"license {license or label[:60] or 'missing'}")
-        else:
-            yield whole(str(row.get("id") or f"row {index}"), text_of(row, "text"), license)
+@row_by_row
+def open_papers(index: int, row: dict, config: BuildConfig, tokenizer: Tokenizer) -> list[Document]:
+    """Takes papers under one of `config.allowed_licenses`."""
+    label = license_label(row)
+    license = LABELS.get(label)
+    if license not in config.allowed_licenses:
+        raise DropRow(f"license {license or label[:60] or 'missing'}")
+    return whole(str(row.get("id") or f"row {index}"), text_of(row, "text"), license)
 
 
 def license_label(row: dict) -> str:
@@ -82,20 +79,18 @@ def license_label(row: dict) -> str:
     return str(metadata.get("license") or row.get("license") or "").strip()
 
 
-def pg19(rows: Iterator[dict], config: BuildConfig, tokenizer: Tokenizer) -> Iterator[Document | Dropped]:
-    """Yields drawn chunks of every book; the caller stops after a book."""
-    for index, row in enumerate(rows):
-        text = text_of(row, "text")
-        chunks = [] if isinstance(text, Dropped) else list(chunks_of(tokenizer, text, config.chunk))
-        if not chunks:
-            yield text if isinstance(text, Dropped) else Dropped("no whole chunk")
-            continue
-        name = str(row.get("url") or row.get("short_book_title") or f"row {index}")
-        rng = random.Random(f"{config.seed} {index}")
-        drawn = sorted(rng.sample(range(len(chunks)), min(config.chunks, len(chunks))))
-        for number in drawn:
-            more = number != drawn[-1]
-            yield Document(f"{name} chunk {number}", chunks[number], PG19_LICENSE, book=f"row {index}", more=more)
+@row_by_row
+def pg19(index: int, row: dict, config: BuildConfig, tokenizer: Tokenizer) -> Iterator[Document]:
+    """Yields drawn chunks of a book; the caller stops after a book."""
+    chunks = list(chunks_of(tokenizer, text_of(row, "text"), config.chunk))
+    if not chunks:
+        raise DropRow("no whole chunk")
+    name = str(row.get("url") or row.get("short_book_title") or f"row {index}")
+    rng = random.Random(f"{config.seed} {index}")
+    drawn = sorted(rng.sample(range(len(chunks)), min(config.chunks, len(chunks))))
+    for number in drawn:
+        more = number != drawn[-1]
+        yield Document(f"{name} chunk {number}", chunks[number], PG19_LICENSE, book=f"row {index}", more=more)
 
 
 def chunks_of(tokenizer: Tokenizer, text: str, size: int) -> Iterator[str]:
@@ -107,22 +102,18 @@ def chunks_of(tokenizer: Tokenizer, text: str, size: int) -> Iterator[str]:
         yield text[places[start][0] : places[start + size - 1][1]]
 
 
-def flan(rows: Iterator[dict], config: BuildConfig, tokenizer: Tokenizer) -> Iterator[Document | Dropped]:
-    """Yields the user's first messages; a row of a text file is a whole prompt."""
-    for index, row in enumerate(rows):
-        subset = text_of(row, "source") or FLAN_SUBSET
-        if isinstance(subset, Dropped):
-            yield subset
-        elif FLAN_SUBSET not in subset:
-            yield Dropped("another subset")
-        else:
-            text = text_of(row, "text") or first_user_message(row.get("messages") or [])
-            yield whole(str(row.get("id") or f"row {index}"), text, FLAN_LICENSE, "no prompt")
+@row_by_row
+def flan(index: int, row: dict, config: BuildConfig, tokenizer: Tokenizer) -> list[Document]:
+    """Takes the user's first message; a row of a text file is a whole prompt."""
+    if FLAN_SUBSET not in (text_of(row, "source") or FLAN_SUBSET):
+        raise DropRow("another subset")
+    text = text_of(row, "text") or first_user_message(row.get("messages") or [])
+    return whole(str(row.get("id") or f"row {index}"), text, FLAN_LICENSE, "no prompt")
 
 
-def first_user_message(messages: object) -> str | Dropped:
+def first_user_message(messages: object) -> str:
     if not isinstance(messages, list) or not all(isinstance(part, dict) for part in messages):
-        return not_text("messages")
+        raise DropRow("field messages is not text")
     return next((text_of(part, "content") for part in messages if part.get("role") == "user"), "")
 
 
@@ -163,5 +154,4 @@ LICENSES = {
 
 
 def sources(config: BuildConfig) -> tuple[Source, ...]:
-    """Returns the mixture's sources whose count is above 0."""
     return tuple(source for source in MIXTURES[config.mixture] if source.wanted(config))

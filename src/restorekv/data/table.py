@@ -1,7 +1,5 @@
 """The appendix's table of training data, made from a mixture next to the paper's own numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from rich.table import Table
@@ -29,17 +27,16 @@ def figures(contexts: list[MixtureContext], manifest: dict) -> list[dict]:
     for context in contexts:
         lengths[context.source] += [context.tokens] * len(context.questions)
     lengths["total"] = [tokens for part in lengths.values() for tokens in part]
-    titles = {name: source["title"] for name, source in manifest["sources"].items()} | {"total": "Total"}
-    licenses = {name: source["licenses"] for name, source in manifest["sources"].items()}
+    accounts = {**manifest["sources"], "total": {"title": "Total", "licenses": manifest["licenses"]}}
     return [
         {
             "source": name,
-            "title": titles[name],
+            "title": accounts[name]["title"],
             "samples": len(tokens),
             "mean": sum(tokens) / len(tokens),
             "shortest": min(tokens),
             "longest": max(tokens),
-            "licenses": licenses.get(name, manifest["licenses"]),
+            "licenses": accounts[name]["licenses"],
             "paper": (row := published.get(REPLACES.get(name, name))) and dict(zip(FIGURES, row, strict=True)),
         }
         for name, tokens in lengths.items()
@@ -47,7 +44,6 @@ def figures(contexts: list[MixtureContext], manifest: dict) -> list[dict]:
 
 
 def data_table(rows: list[dict], manifest: dict) -> Table:
-    """Returns the table for a terminal."""
     model, published = manifest["model"], any(row["paper"] for row in rows)
     table = Table(
         title=f"Training data ({manifest['mixture']} mixture, answers of {model['name']}): tokens of the context",
@@ -69,12 +65,10 @@ def data_table(rows: list[dict], manifest: dict) -> Table:
 
 
 def formatted(row: Mapping) -> tuple[str, str, str]:
-    """Returns samples, mean and range as the table shows them."""
     return f"{row['samples']:,}", f"{row['mean']:,.0f}", f"{row['shortest']:,}-{row['longest']:,}"
 
 
 def left_out(manifest: dict) -> Table:
-    """Returns what was dropped, by source and reason."""
     table = Table(title="Left out", title_justify="left")
     for title in ("source", "what", "count"):
         table.add_column(title, justify="right" if title == "count" else "left")

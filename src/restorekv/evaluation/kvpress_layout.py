@@ -35,7 +35,7 @@ from restorekv.evaluation.results import Result, load
 from restorekv.files import replacing, write_json
 from restorekv.tasks.longbench import LongBench
 from restorekv.tasks.ruler import Ruler
-from restorekv.tasks.ruler.dataset import NAME as RULER_ROWS
+from restorekv.tasks.ruler.benchmark import HUB as RULER_ROWS
 
 FOLDER, OURS, CONFIG = "kvpress", "restorekv.json", "config.yaml"
 PRESSES = {

@@ -5,11 +5,10 @@ from restorekv.tasks.base import Benchmark, Question, Sample
 from restorekv.tasks.bundled import Bundled
 from restorekv.tasks.factbook import Factbook
 from restorekv.tasks.fairytaleqa import FairytaleQA
+from restorekv.tasks.lettered import LongHealth, Quality
 from restorekv.tasks.longbench import LongBench
-from restorekv.tasks.longhealth import LongHealth
 from restorekv.tasks.needle import Needle
 from restorekv.tasks.qasper import Qasper
-from restorekv.tasks.quality import Quality
 from restorekv.tasks.ruler import Ruler
 from restorekv.tasks.scbench import SCBench
 from restorekv.tasks.squad import HotpotQA, XQuAD
@@ -23,5 +22,4 @@ BENCHMARKS: dict[str, type[Benchmark]] = {kind.name: kind for kind in KINDS}
 
 
 def make(text: str) -> Benchmark:
-    """Makes a benchmark from its spec."""
     return spec.parse(text, BENCHMARKS, "benchmark")

@@ -53,9 +53,24 @@ class Benchmark(ABC):
     license: ClassVar[str]  # of the data
     metric: ClassVar[str]  # what `score` computes, in words
     data: ClassVar[str]  # where the samples come from; a property if settings decide
+    known_tasks: ClassVar[Sequence[str]] = ()  # that the setting `tasks`, if there is one, may name
 
     count: int = 0
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        _ = self.chosen_tasks  # refuses unknown tasks
+
+    @property
+    def chosen_tasks(self) -> tuple[str, ...]:
+        """The tasks that the setting `tasks` names, joined by "+", in the benchmark's order; all if it is empty."""
+        setting = getattr(self, "tasks", "")
+        given = setting.split("+") if setting else self.known_tasks
+        for task in given:
+            if task not in self.known_tasks:
+                known = ", ".join(self.known_tasks)
+                raise RestoreKVError(f"{self.title} has no task {task!r}; use some of {known}, joined by +.")
+        return tuple(task for task in self.known_tasks if task in given)
 
     @property
     def spec(self) -> str:
@@ -96,13 +111,9 @@ class Benchmark(ABC):
         return {}
 
 
-def tasks_named(title: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
-    """Returns the tasks of `known` that `text` names, joined by "+", in the order of `known`; all if it is empty."""
-    given = text.split("+") if text else known
-    for task in given:
-        if task not in known:
-            raise RestoreKVError(f"{title} has no task {task!r}; use some of {', '.join(known)}, joined by +.")
-    return tuple(task for task in known if task in given)
+def apart(question: str, protocol: str) -> str:
+    """Puts a blank line before the question, except under KVzip's protocol, which separates it from the context."""
+    return question if protocol == "kvzip" else f"\n\n{question}"
 
 
 def token_counter(tokenizer: Tokenizer) -> Callable[[str], int]:

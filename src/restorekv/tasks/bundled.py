@@ -31,7 +31,6 @@ class Bundled(Benchmark):
             raise RestoreKVError("The bundled suite has no end; give count=NUMBER of at least 1.")
 
     def samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
-        """Generates `count` documents."""
         documents = suite.documents(tokenizer, self.count, self.split, self.seed, self.low, self.high)
         for index, document in enumerate(documents):
             questions = (question_of(f"{index}-{turn}", asked) for turn, asked in enumerate(document.questions))
@@ -48,6 +47,5 @@ class Bundled(Benchmark):
 
 
 def question_of(name: str, asked: world.Question) -> Question:
-    """Returns the benchmark's question for one of the bundled world's."""
     facts = {"metric": asked.metric, "target": asked.target}
     return Question(name, asked.family, asked.text, asked.answers, asked.max_new_tokens, facts=facts)

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from restorekv.tasks.base import Question, Sample
-from restorekv.tasks.excerpts import spread
 from restorekv.tasks.metrics import normalized
-from restorekv.tasks.reading import Reading, check_split
+from restorekv.tasks.reading import Reading, check_split, spread
 from restorekv.tasks.rows import texts
 from restorekv.tasks.splits import EVALUATION, factbook_splits
 
@@ -33,7 +32,6 @@ class Factbook(Reading):
         check_split(self.split)
 
     def rows(self) -> Iterator[tuple[str, dict]]:
-        """Yields the documents of the split; what ships is all of the evaluation split."""
         rows = list(super().rows())
         with self.well_formed(str(self.located())):
             splits = factbook_splits(row["id"] for _, row in rows) if self.path else {}

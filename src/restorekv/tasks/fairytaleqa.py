@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from restorekv.tasks.base import Question, Sample
-from restorekv.tasks.excerpts import check_length, split_text, spread
 from restorekv.tasks.metrics import longest_common_f1, normalized
-from restorekv.tasks.reading import Reading, check_split
+from restorekv.tasks.reading import Reading, check_length, check_split, split_text, spread
 from restorekv.tasks.rows import texts
 from restorekv.tasks.splits import EVALUATION, fairytale_split
 
@@ -48,7 +47,6 @@ class FairytaleQA(Reading):
         check_split(self.split)
 
     def rows(self) -> Iterator[tuple[str, dict]]:
-        """Yields the stories of the split."""
         file = self.located().name.partition(".")[0]
         stories = enumerate(super().rows())
         return (story for index, story in stories if fairytale_split(file, index) == self.split)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from restorekv.data.files import local_files, optional, suffix
 from restorekv.errors import RestoreKVError
-from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, tasks_named
+from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer
 from restorekv.tasks.metrics import classification, code_similarity, count, retrieval, rouge_l, token_f1
 from restorekv.tasks.rows import (
     Rows,
@@ -66,22 +66,15 @@ class LongBench(Benchmark):
     name, title = "longbench", "LongBench"
     license = "MIT; the texts keep the licenses of the data sets that they come from"
     metric = "token F1, ROUGE-L, class, paragraph, count or code similarity by task, best over references"
+    known_tasks = TASKS
 
     path: str = ""
     tasks: str = ""
 
-    def __post_init__(self) -> None:
-        tasks_named(self.title, self.tasks, TASKS)
-
-    @property
-    def asked(self) -> tuple[str, ...]:
-        """The tasks, in the order of their categories."""
-        return tasks_named(self.title, self.tasks, TASKS)
-
     def samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
-        if any(METRICS[task] is rouge_l for task in self.asked):
+        if any(METRICS[task] is rouge_l for task in self.chosen_tasks):
             optional("rouge", "eval")  # fails before the first answer, not after it
-        for task in self.asked:
+        for task in self.chosen_tasks:
             yield from samples_of(task, self.path)
 
     def score(self, question: Question, prediction: str) -> float:
@@ -102,7 +95,7 @@ class LongBench(Benchmark):
 
     def groups(self) -> Mapping[str, tuple[str, ...]]:
         """Returns the categories of which every task is asked."""
-        return {name: tasks for name, tasks in CATEGORIES.items() if set(tasks) <= set(self.asked)}
+        return {name: tasks for name, tasks in CATEGORIES.items() if set(tasks) <= set(self.chosen_tasks)}
 
 
 def samples_of(task: str, path: str) -> list[Sample]:

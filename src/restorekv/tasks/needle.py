@@ -11,9 +11,8 @@ from pathlib import Path
 
 from restorekv.errors import RestoreKVError
 from restorekv.tasks import prose
-from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer
+from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, apart
 from restorekv.tasks.metrics import contains
-from restorekv.tasks.wording import apart
 
 NEEDLE = "\nThe best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day.\n"
 QUESTION = "Based on the content of the book, the best thing to do in San Francisco is: "

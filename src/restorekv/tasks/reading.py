@@ -1,23 +1,26 @@
-"""What benchmarks of one file share: free answers about texts that ship (`Reading`), and lettered options."""
+"""What the benchmarks share that ask for free answers about texts that ship: files, wording, passages of a text."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, get_args
+from typing import ClassVar, TypeVar, get_args
 
 from restorekv.data.files import identity
 from restorekv.errors import RestoreKVError
 from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, token_counter
-from restorekv.tasks.metrics import letter, token_f1
+from restorekv.tasks.metrics import token_f1
 from restorekv.tasks.rows import local_rows, well_formed
 from restorekv.tasks.splits import EVALUATION, Split
-from restorekv.tasks.wording import LETTERS, WORDING, apart, with_options, worded
 
 TEXTS = Path(__file__).parent / "texts"
+WORDING = "\n\nQuestion: {q}\nAnswer:"  # the best of eleven on training documents: recipes/smollm2/wording.py
 MAX_NEW_TOKENS = 32  # the wording was chosen with this limit
-LETTER_TOKENS = 128  # of RestoreKV's own evaluation
+JOINTS = ("\n\n", "\n", " ")  # between paragraphs, lines, words; the first that makes pieces small enough is used
+LEAST = 64  # tokens of a passage; a single line may be longer than a smaller one
+Item = TypeVar("Item")
+Size = Callable[[str], int]
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Reading(Benchmark):
     questions: int = 6
 
     @abstractmethod
-    def read(self, row: dict, size: Callable[[str], int]) -> Iterable[Sample]:
+    def read(self, row: dict, size: Size) -> Iterable[Sample]:
         """Yields the samples of one row of the file; `size` counts the tokens of a text."""
 
     def samples(self, tokenizer: Tokenizer, protocol: str) -> list[Sample]:
@@ -60,9 +63,12 @@ class Reading(Benchmark):
         return well_formed(f"{place} is not in the form of {self.title}", f"compare it with {TEXTS / self.shipped}")
 
     def question(self, name: str, task: str, text: str, answers: Sequence[str]) -> Question:
-        """Returns a question in the wording that all benchmarks of this kind share."""
-        text, facts = worded(text.strip())
-        return Question(name, task, text, tuple(answers), MAX_NEW_TOKENS, facts=facts)
+        """Returns a question in the wording that all benchmarks of this kind share.
+
+        The fact `bare` keeps KVzip's protocol from putting its own "Q: " before it, so that both protocols ask alike.
+        """
+        text = WORDING.format(q=text.strip())
+        return Question(name, task, text, tuple(answers), MAX_NEW_TOKENS, facts={"bare": True})
 
     def score(self, question: Question, prediction: str) -> float:
         return max(token_f1(prediction, answer) for answer in question.answers)
@@ -76,45 +82,60 @@ class Reading(Benchmark):
         return {**super().described(), "files": files, "wording": WORDING}
 
 
-@dataclass(frozen=True)
-class Lettered(Benchmark):
-    """Asks questions with lettered options from one file; `path` is the file or the folder that holds it."""
-
-    file: ClassVar[str]
-    source: ClassVar[str]  # where to fetch the file
-    metric = "accuracy of the first letter read"
-
-    path: str = ""
-
-    def located(self) -> Path:
-        """Returns the path of the file, or raises RestoreKVError if there is none."""
-        path = Path(self.path) / self.file if Path(self.path).is_dir() else Path(self.path)
-        if not self.path or not path.is_file():
-            missing = f"there is no file {path}" if self.path else "its data do not ship"
-            raise RestoreKVError(
-                f"{self.title} cannot be asked because {missing}; fetch {self.file} from {self.source} and give "
-                f"{self.name}:path=FILE."
-            )
-        return path
-
-    def question(self, name: str, text: str, options: Sequence[str], right: int, protocol: str) -> Question:
-        """Returns the question whose right option is number `right`, counted from 0.
-
-        RestoreKV's own evaluation puts no "Q: " before such a question; the fact `bare` tells protocols so.
-        """
-        facts = {"options": list(options), "bare": True}
-        text = apart(with_options(text.strip(), options), protocol)
-        return Question(name, self.name, text, (LETTERS[right],), LETTER_TOKENS, facts=facts)
-
-    def by_context(self, protocol: str) -> bool:
-        """RestoreKV's own evaluation averages over contexts, as KVzip's does."""
-        return protocol == "kvzip"
-
-    def score(self, question: Question, prediction: str) -> float:
-        return float(letter(prediction) == question.answers[0])
-
-
 def check_split(split: str) -> None:
     """Raises RestoreKVError for an unknown split."""
     if split not in get_args(Split):
         raise RestoreKVError(f"A split is one of {', '.join(get_args(Split))}, not {split!r}; default {EVALUATION}.")
+
+
+def check_length(length: int) -> None:
+    """Raises RestoreKVError for a length that is too small for passages; 0 stands for whole texts."""
+    if 0 < length < LEAST:
+        raise RestoreKVError(f"A passage takes a length of at least {LEAST} tokens, not {length}; 0 keeps texts whole.")
+
+
+def split_text(text: str, length: int, size: Size) -> list[str]:
+    """Returns the fewest passages of at most `length` tokens by `size`, as even as possible; 0 keeps the text whole."""
+    if not length or size(text) <= length:
+        return [text]
+    parts = pieces(text, length, size)
+    groups = packed([size(part) for part in parts], length)
+    return ["".join(parts[group.start : group.stop]).strip() for group in groups]
+
+
+def pieces(text: str, length: int, size: Size, joints: Sequence[str] = JOINTS) -> list[str]:
+    """Returns consecutive parts of the text: its paragraphs, the lines of those that are too long, or their words."""
+    if not joints or size(text) <= length:
+        return [text] if text else []
+    first, *others = text.split(joints[0])
+    parts = (first, *(joints[0] + part for part in others))
+    return [piece for part in parts for piece in pieces(part, length, size, joints[1:])]
+
+
+def packed(sizes: Sequence[int], most: int) -> list[range]:
+    """Returns the fewest groups of neighbors that sum to at most `most` each, with the smallest largest group.
+
+    A size above `most` gets a group of its own.
+    """
+    count, low, high = len(grouped(sizes, most)), 1, most
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(grouped(sizes, middle)) <= count else (middle + 1, high)
+    return grouped(sizes, low)
+
+
+def grouped(sizes: Sequence[int], most: int) -> list[range]:
+    """Returns groups of neighbors that fill each group before the next begins."""
+    starts, total = [0], 0
+    for index, size in enumerate(sizes):
+        if total and total + size > most:
+            starts.append(index)
+            total = 0
+        total += size
+    return [range(start, end) for start, end in zip(starts, [*starts[1:], len(sizes)], strict=True)]
+
+
+def spread(items: Sequence[Item], count: int) -> list[Item]:
+    """Returns `count` of the items in their order, evenly spaced; all of them where count is 0 or too large."""
+    count = min(count, len(items)) or len(items)
+    return [items[index * len(items) // count] for index in range(count)]

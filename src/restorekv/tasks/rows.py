@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from restorekv.data.files import local_files, optional, values
+from restorekv.data.files import hub_dataset, local_files, values
 from restorekv.errors import RestoreKVError
 from restorekv.tasks.base import Question, Sample
 
@@ -39,11 +39,8 @@ def hub_rows(name: str, subset: str | None, split: str, instead: str, revision: 
 
     Raises RestoreKVError if the split cannot be read; `instead` says what to fetch and which setting to give.
     """
-    library = optional("datasets")
-    library.logging.set_verbosity(library.logging.CRITICAL)
-    library.disable_progress_bars()
     try:
-        dataset = library.load_dataset(name, subset, split=split, revision=revision)
+        dataset = hub_dataset(name, subset, split=split, revision=revision)
     except Exception as error:  # unreachable, unknown, gated: the readers' errors share no base class
         raise unreachable(f"{name} from the hub", error, instead) from error
     where = f"{name}, {subset}" if subset else name

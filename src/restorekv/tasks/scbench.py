@@ -21,10 +21,9 @@ from huggingface_hub import hf_hub_download
 
 from restorekv.data.files import optional, parquet_rows
 from restorekv.errors import RestoreKVError
-from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, tasks_named
+from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, apart
 from restorekv.tasks.metrics import contains, rouge_l, token_f1, with_digits
 from restorekv.tasks.rows import field, texts, unreachable, well_formed
-from restorekv.tasks.wording import apart
 
 HUB = "Jang-Hyun/SCBench-preprocessed"
 TASKS = ("kv", "prefix_suffix", "vt", "repoqa", "qa_eng", "choice_eng", "mf", "many_shot", "summary")
@@ -61,13 +60,11 @@ class SCBench(Benchmark):
     name, title = "scbench", "SCBench"
     license = "MIT (microsoft/SCBench)"
     metric = "KVzip's: found, share found, exact, option, ROUGE-L, max of F1 and found, or pass@1 at BLEU 0.8"
+    known_tasks = KNOWN
 
     tasks: str = "+".join(TASKS)
     path: str = ""
     revision: str = "main"
-
-    def __post_init__(self) -> None:
-        tasks_named(self.title, self.tasks, KNOWN)
 
     def samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
         """Yields the contexts of the tasks in the order in which the setting names them."""

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from restorekv.tasks.base import Question, Sample
-from restorekv.tasks.excerpts import check_length, packed, spread
 from restorekv.tasks.metrics import exact_match, normalized
-from restorekv.tasks.reading import Reading
+from restorekv.tasks.reading import Reading, check_length, packed, spread
 from restorekv.tasks.rows import field
 
 VERDICTS = ("yes", "no", "noanswer")

@@ -4,18 +4,15 @@ Splits share no document: its seed is the text `<split> <seed> <index>`, and tra
 ("pretrain ..." in recipes/tiny/examples.py, "restore" in restorekv.train).
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.tiny.world import Document, document
+from restorekv.tiny.world import KINDS, Document, document
 
-ORDER = ("needles", "people", "links", "words")
-SHARES = (12, 12, 12, 16)  # of every 52 documents
+SHARES = (12, 12, 12, 16)  # of every 52 documents, by kind
 LONGEST, SHORTEST = 2048, 512
 MOST_PER_FAMILY = 2  # questions of one family asked of one document
 
@@ -28,7 +25,7 @@ def documents(
     Lengths count the chat prefix of the bundled template, so that the longest still fits.
     """
     length = measure(tokenizer)
-    kinds = [kind for kind, share in zip(ORDER, SHARES, strict=True) for _ in range(share)]
+    kinds = [kind for kind, share in zip(KINDS, SHARES, strict=True) for _ in range(share)]
     random.Random("order of kinds").shuffle(kinds)
     return [draw(f"{split} {seed} {index}", kinds[index % len(kinds)], low, high, length) for index in range(count)]
 

@@ -1,25 +1,23 @@
-"""The bundled world: English-like documents, questions about them, and how an answer is scored.
+"""The tiny world: English-like documents, questions about them, and how an answer is scored.
 
 A document is predictable filler (stories that never change) with a few facts in between, in the families of RULER
 (arXiv 2404.06654): needles (one key, several keys, several values, several queries), variable tracking, common and
 frequent words, questions over several passages; and free-form, 4-option and 5-option questions. Everything is drawn
-from one `random.Random`, so a seed determines a document.
+from one `random.Random`, so a seed determines a document. words.json has the vocabulary.
 """
 
-from __future__ import annotations
-
+import json
 import random
 import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
-from restorekv.tiny.words import CODED, DEEDS, ITEMS, JOBS, LINKS, NAMES, PEOPLE, PETS, PLACES, TIMES, TOWNS
+VOCABULARY: dict[str, list[str]] = json.loads(Path(__file__).with_name("words.json").read_text("utf-8"))
+ITEMS, NAMES, TOWNS, JOBS, PETS, LINKS, CODED, PLACES, PEOPLE, DEEDS, TIMES = VOCABULARY.values()
 
-FAMILIES = (
-    "single", "multikey", "multivalue", "multiquery", "vt", "cwe", "fwe", "qa", "freeform", "choice4", "choice5",
-)  # fmt: skip
 # The paper's four benchmarks in small: RULER, QASPER, QuALITY (four options), LongHealth (five).
 GROUPS = {
     "retrieval and tracing": ("single", "multikey", "multivalue", "multiquery", "vt", "cwe", "fwe"),
@@ -27,9 +25,10 @@ GROUPS = {
     "four options": ("choice4",),
     "five options": ("choice5",),
 }
+FAMILIES = tuple(family for families in GROUPS.values() for family in families)
 KINDS = ("needles", "people", "links", "words")
 STORIES, SENTENCES_PER_STORY = 24, 8
-NUMBERS = range(10, 100)  # one id each in the bundled tokenizer
+NUMBERS = range(10, 100)  # one id each in the tiny tokenizer
 WORDS = [*ITEMS, *NAMES, *TOWNS, *JOBS, *PETS, *LINKS, *CODED, *map(str, NUMBERS)]
 
 
@@ -192,9 +191,8 @@ def counted_words(rng: random.Random, family: str, length: int) -> tuple[str, Qu
     drawn += (words[3:] * (length // 21 + 1))[: max(length - len(drawn), 0)]
     rng.shuffle(drawn)
     title = {"cwe": "Word list: ", "fwe": "Coded list: "}[family]
-    return title + " ".join(drawn) + ".", _plain(
-        f"What are the three {name} list?", words[:3], family, ", ".join(words[:3]) + "."
-    )
+    question = f"What are the three {name} list?"
+    return title + " ".join(drawn) + ".", _plain(question, words[:3], family, ", ".join(words[:3]) + ".")
 
 
 Measure = Callable[[str], int]

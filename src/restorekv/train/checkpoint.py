@@ -1,7 +1,5 @@
 """Checkpoints of a run: written under another name first, so that a kill at any moment leaves a whole one."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path

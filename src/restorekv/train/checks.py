@@ -1,7 +1,5 @@
 """What must hold on one context before the first step: a mistake here would cost hours of training."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +10,8 @@ from restorekv.model import attention
 from restorekv.model.load import logits
 from restorekv.model.prefill import read_only_view
 from restorekv.restore.adapter import RestoreAdapter
+from restorekv.train.examples import StepSample
 from restorekv.train.loss import answer_pass, divergence, from_hidden
-from restorekv.train.sampling import StepSample
 from restorekv.train.teacher_cache import TeacherCache
 
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}  # of losses, absolute and relative; else ROUNDED

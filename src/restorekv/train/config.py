@@ -1,12 +1,10 @@
 """The settings of a training run: the paper's are the defaults ("Training Setup Details")."""
 # ruff: noqa: RUF009 (`setting` returns a dataclass field)
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Literal, Self
 
 from restorekv.compression.budget import PrefixPolicy
 from restorekv.compression.compressor import Eviction
@@ -72,13 +70,12 @@ class TrainConfig:
             )
 
     @classmethod
-    def parse(cls, text: str) -> TrainConfig:
+    def parse(cls, text: str) -> Self:
         """Reads what `text` wrote; settings that an older file lacks take their defaults."""
         values = json.loads(text)
         return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
 
     def text(self) -> str:
-        """Returns the settings as JSON."""
         return json.dumps(asdict(self), sort_keys=True)
 
     def state_weights(self) -> dict[str, float]:

@@ -1,17 +1,19 @@
-"""What a run trains on: contexts with their questions, from JSON lines, a mixture or the bundled world."""
-
-from __future__ import annotations
+"""What a run trains on: contexts with their questions, from JSON lines, a mixture or the tiny world, step by step."""
 
 import hashlib
 import json
+import math
+import random
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv.data.files import values
 from restorekv.data.mixture import read_mixture, record
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.model.load import longest
@@ -61,9 +63,9 @@ def examples_hash(examples: Sequence[Example]) -> str:
     """Returns 16 hex digits of everything but where it was read from; checkpoints hold them."""
     digest = hashlib.sha256()
     for example in examples:
-        values = {**asdict(example), "where": ""}
         names = {"license": "licence"}  # as spelled in the hashes of older checkpoints
-        digest.update(json.dumps({names.get(name, name): value for name, value in values.items()}).encode())
+        hashed = {names.get(name, name): value for name, value in asdict(replace(example, where="")).items()}
+        digest.update(json.dumps(hashed).encode())
     return digest.hexdigest()[:16]
 
 
@@ -109,23 +111,13 @@ def from_lines(path: Path) -> list[Example]:
     """Reads lines {"context", "questions"}, with "answers" (one each), "source" and "license" if known."""
     if not path.is_file():
         raise RestoreKVError(f"There is no training file {path}; give a JSON-lines file, a mixture or 'bundled'.")
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # U+2028 and its like do not end a line of JSON
-    except UnicodeDecodeError as error:
-        raise RestoreKVError(f"The training file {path} is not UTF-8 text; convert it first.") from error
-    examples = [parsed(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    examples = [parsed(row, f"{path}, {place}") for place, row in values(path)]
     if not examples:
         raise RestoreKVError(f"The training file {path} has no examples; write one JSON object per line.")
     return examples
 
 
-def parsed(line: str, where: str) -> Example:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise RestoreKVError(
-            f"{where} is not JSON ({error.msg} at character {error.pos + 1}); fix the line."
-        ) from error
+def parsed(row: Any, where: str) -> Example:
     if problem := fault(row):
         raise RestoreKVError(f"{where} {problem}; fix the line.")
     license = row.get("license") or row.get("licence")
@@ -147,22 +139,54 @@ def fault(row: object) -> str | None:
         return f"has the unknown key {unknown[0]!r} (known: {', '.join(KEYS)})"
     if not has_text(row.get("context")):
         return 'has no text in "context"'
-    for name in ("questions", "answers"):
-        texts = row.get(name)
-        if name == "questions" or texts:
-            if not isinstance(texts, list) or not texts:
-                return f'has no list in "{name}"'
-            empty = next((number for number, text in enumerate(texts, 1) if not has_text(text)), None)
-            if empty:
-                return f'has no text in "{name}", number {empty}'
-    if row.get("answers") and len(row["answers"]) != len(row["questions"]):
+    lists = ("questions", "answers") if row.get("answers") else ("questions",)
+    if missing := [name for name in lists if not isinstance(row.get(name), list) or not row[name]]:
+        return f'has no list in "{missing[0]}"'
+    texts = {f'"{name}"': row[name] for name in KEYS[3:6] if row.get(name) is not None}
+    texts |= {f'"{name}", number {number}': text for name in lists for number, text in enumerate(row[name], 1)}
+    if empty := [place for place, text in texts.items() if not has_text(text)]:
+        return f"has no text in {empty[0]}"
+    if len(lists) == 2 and len(row["answers"]) != len(row["questions"]):
         return f"has {len(row['questions'])} questions and {len(row['answers'])} answers"
-    empty = next((name for name in KEYS[3:6] if row.get(name) is not None and not has_text(row[name])), None)
-    return f'has no text in "{empty}"' if empty else None
+    return None
 
 
 def has_text(value: object) -> bool:
     return isinstance(value, str) and bool(value.strip())
+
+
+@dataclass(frozen=True)
+class StepSample:
+    """One context of one step: its index, the indices of its questions, the ratio, and how many restore tokens."""
+
+    index: int
+    questions: tuple[int, ...]
+    ratio: str
+    restore_tokens: int
+
+
+def sample_step(config: TrainConfig, step: int, examples: list[Example], processes: int = 1) -> list[StepSample]:
+    """Returns the samples of `step` for all processes, which seed and step alone decide; every epoch shuffles anew."""
+    rng = random.Random(f"step {config.seed} {step}")
+    count = config.contexts * processes
+    samples = []
+    for number in range(step * count, (step + 1) * count):
+        epoch, place = divmod(number, len(examples))
+        order = list(range(len(examples)))
+        random.Random(f"order {config.seed} {epoch}").shuffle(order)
+        asked = range(len(examples[order[place]].questions))
+        questions = tuple(rng.sample(asked, min(config.questions, len(asked))))
+        ratio = f"{sample_ratio(config, rng):.6f}"
+        tokens = rng.randint(1, config.restore_tokens) if config.nested else config.restore_tokens
+        samples.append(StepSample(order[place], questions, ratio, tokens))
+    return samples
+
+
+def sample_ratio(config: TrainConfig, rng: random.Random) -> float:
+    """Draws r ~ U(r_min, r_max), or uniformly in log r."""
+    if config.ratio_law == "uniform":
+        return rng.uniform(config.ratio_min, config.ratio_max)
+    return math.exp(rng.uniform(math.log(config.ratio_min), math.log(config.ratio_max)))
 
 
 def check_lengths(model: PreTrainedModel, tokenizer: Tokenizer, examples: list[Example], config: TrainConfig) -> None:

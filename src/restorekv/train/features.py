@@ -5,13 +5,12 @@ authors used passes of 2,000 in bfloat16; KVzap's trained on one pass over the w
 tokens and the rows of the repeated text alone. Each context has its own file, so an interruption loses at most one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import safetensors.torch
 import torch
@@ -41,7 +40,7 @@ class Features:
     target: Tensor
     document: Tensor
 
-    def select(self, rows: Tensor) -> Features:
+    def select(self, rows: Tensor) -> Self:
         """Returns the tokens `rows` (a mask or indices)."""
         return Features(self.hidden[rows], self.target[rows], self.document[rows])
 
@@ -50,7 +49,7 @@ class Features:
         hidden = self.hidden[rows].to(device, torch.float32).transpose(0, 1)
         return hidden, self.target[rows].to(device).permute(1, 2, 0)
 
-    def held_out(self, share: float) -> tuple[Features, Features]:
+    def held_out(self, share: float) -> tuple[Self, Self]:
         """Splits off whole contexts, evenly spaced: (train, held out)."""
         count = int(self.document.max()) + 1
         if count < 2:

@@ -8,12 +8,11 @@ All layers are trained at once, as parameters with a leading layer axis; the mod
 KVzip gate counts once, in training as in inference: both are the one function `FastKVzip.predict`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +68,7 @@ class GateConfig:
         if not 0 < self.held_out < 1:
             raise RestoreKVError(f"held_out must be between 0 and 1, not {self.held_out:g}.")
 
-    def resolved(self, shape: CacheShape) -> GateConfig:
+    def resolved(self, shape: CacheShape) -> Self:
         """Returns the settings with numbers where None leaves the choice to the kind and the model."""
         return replace(
             self,
@@ -109,21 +108,23 @@ def train_gate(
     return gate
 
 
-def uniform(generator: torch.Generator, *shape: int, fan: int) -> Tensor:
-    """Draws PyTorch's initial weights of a linear layer with `fan` inputs."""
-    return (2 * torch.rand(*shape, generator=generator) - 1) / math.sqrt(fan)
+def linear(generator: torch.Generator, name: str, layers: int, outputs: int, inputs: int) -> dict[str, Tensor]:
+    """Draws PyTorch's initial weight and bias of a linear layer, for every decoder layer."""
+    shapes = {"weight": (layers, outputs, inputs), "bias": (layers, outputs)}
+    uniform = {part: 2 * torch.rand(*shape, generator=generator) - 1 for part, shape in shapes.items()}
+    return {f"{name}.{part}": values / math.sqrt(inputs) for part, values in uniform.items()}
 
 
 def initial_fastkvzip(shape: CacheShape, config: GateConfig) -> dict[str, Tensor]:
     """Returns the authors' start: norms at 1, bias and sink keys 0. Equal sinks have equal gradients, so they stay
-    equal: one sink that counts s times. Random ones learned no more on the bundled model (held-out loss 1.983, 1.984).
+    equal: one sink that counts s times. Random ones learned no more on the tiny model (held-out loss 1.983, 1.984).
     """
     generator = torch.Generator().manual_seed(config.seed)
-    layers, heads, groups, hidden, rank = shape.layers, shape.heads, shape.groups, shape.hidden, config.rank
-    return {
-        "q_proj.weight": uniform(generator, layers, heads * groups * rank, hidden, fan=hidden),
-        "q_proj.bias": uniform(generator, layers, heads * groups * rank, fan=hidden),
-        "k_proj.weight": uniform(generator, layers, heads * rank, hidden, fan=hidden),
+    layers, heads, groups, rank = shape.layers, shape.heads, shape.groups, config.rank
+    query = linear(generator, "q_proj", layers, heads * groups * rank, shape.hidden)
+    key = linear(generator, "k_proj", layers, heads * rank, shape.hidden)
+    return query | {
+        "k_proj.weight": key["k_proj.weight"],
         "q_norm.weight": torch.ones(layers, rank),
         "k_norm.weight": torch.ones(layers, rank),
         "k_base": torch.zeros(layers, heads, 1, config.sinks, rank),
@@ -178,13 +179,8 @@ def fit_linear(
 def fit_mlp(data: Features, shape: CacheShape, config: GateConfig, device: torch.device, progress: Progress) -> Stacked:
     """Goes `epochs` times through all tokens in a new order; the learning rate falls as a cosine, epoch by epoch."""
     generator = torch.Generator().manual_seed(config.seed)
-    layers, hidden, width = shape.layers, shape.hidden, config.width
-    start = {
-        "0.weight": uniform(generator, layers, width, hidden, fan=hidden),
-        "0.bias": uniform(generator, layers, width, fan=hidden),
-        "2.weight": uniform(generator, layers, shape.heads, width, fan=width),
-        "2.bias": uniform(generator, layers, shape.heads, fan=width),
-    }
+    layers, width = shape.layers, config.width
+    start = linear(generator, "0", layers, width, shape.hidden) | linear(generator, "2", layers, shape.heads, width)
     gate = {name: tensor.to(device).requires_grad_() for name, tensor in start.items()}
     optimizer = torch.optim.AdamW(gate.values(), weight_decay=0.01)
     for epoch in range(config.epochs):
@@ -210,7 +206,6 @@ FITS: dict[str, tuple[Callable[..., Stacked], Predict]] = {
 
 
 def logarithm(scores: Tensor, floor: float) -> Tensor:
-    """Returns KVzap's target, the natural logarithm."""
     return scores.clamp_min(floor).log()
 
 

@@ -6,8 +6,6 @@ same question and the teacher's own greedy answer; only embeddings and LoRA are 
 at position T, the student's at T + n.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import math
@@ -30,10 +28,9 @@ from restorekv.train import checkpoint
 from restorekv.train.checkpoint import Run
 from restorekv.train.checks import check
 from restorekv.train.config import TrainConfig, learning_rate
-from restorekv.train.examples import Example, check_lengths, sources
+from restorekv.train.examples import Example, StepSample, check_lengths, sample_step, sources
 from restorekv.train.loss import answer_pass, from_hidden, matching, reduced
 from restorekv.train.parallel import SINGLE_PROCESS, ProcessGroup
-from restorekv.train.sampling import StepSample, sample_step
 from restorekv.train.teacher import TeacherTarget
 from restorekv.train.teacher_cache import TeacherCache
 

@@ -1,7 +1,5 @@
 """The distillation loss (Eq. 8) and its variants, and the pass over given answers that it compares."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

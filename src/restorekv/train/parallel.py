@@ -6,8 +6,6 @@ spread with FSDP2 (torch.distributed.fsdp.fully_shard): a process holds its shar
 layer while it runs.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -29,41 +27,23 @@ TIMEOUT = timedelta(minutes=30)  # how long a process waits for one that is stuc
 
 
 class ProcessGroup:
-    """Processes that run the same steps on different contexts and average their gradients; this one is a single one."""
+    """Processes that run the same steps on different contexts and average their gradients.
 
-    rank, size = 0, 1
+    `device` is this process's in the default group of torch.distributed. Without one, this process is alone, and no
+    method does anything.
+    """
 
-    def average(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Replaces every gradient by its mean over the processes; a missing one counts as zero."""
-
-    def mean(self, loss: float) -> float:
-        """Returns the mean over the processes."""
-        return loss
-
-    def assert_same(self, text: str) -> None:
-        """Raises RestoreKVError unless all processes have the same text: settings and data must be the same."""
-
-    def wait(self) -> None:
-        """Returns when all processes are here."""
-
-    @contextmanager
-    def join_uneven(self, model: PreTrainedModel) -> Iterator[None]:
-        """Lets processes run the backbone unequally often in the block; afterwards all have run it equally often."""
-        yield
-
-
-SINGLE_PROCESS = ProcessGroup()
-
-
-class DistributedGroup(ProcessGroup):
-    """All processes of the default group of torch.distributed; `device` is this one's."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), device
-        self.compared = False
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device, self.compared = device, False
+        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if device else (0, 1)
 
     def average(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sums all gradients at once, in float32. A gradient that no process has stays missing: AdamW skips it."""
+        """Replaces every gradient by its mean over the processes; a missing one counts as zero.
+
+        Sums all at once, in float32. A gradient that no process has stays missing: AdamW skips it.
+        """
+        if self.size == 1:
+            return
         parameters = list(parameters)
         if not self.compared:
             self.compare(parameters)
@@ -94,11 +74,17 @@ class DistributedGroup(ProcessGroup):
         return bool(facts.item())
 
     def mean(self, loss: float) -> float:
+        """Returns the mean over the processes."""
+        if self.size == 1:
+            return loss
         total = torch.tensor([loss], dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return total.item() / self.size
 
     def assert_same(self, text: str) -> None:
+        """Raises RestoreKVError unless all processes have the same text: settings and data must be the same."""
+        if self.size == 1:
+            return
         first = [text if self.rank == 0 else None]
         dist.broadcast_object_list(first, 0)
         if not self.everywhere(first[0] == text):
@@ -107,16 +93,19 @@ class DistributedGroup(ProcessGroup):
             )
 
     def wait(self) -> None:
-        dist.barrier()
+        """Returns when all processes are here."""
+        if self.size > 1:
+            dist.barrier()
 
     @contextmanager
     def join_uneven(self, model: PreTrainedModel) -> Iterator[None]:
-        """Does nothing for whole backbones. With shards, a process announces every pass, and idle ones join it.
+        """Lets processes run the backbone unequally often in the block; does nothing for whole backbones.
 
-        Counting the passes and making up for them later would be too late: a pass waits for its shards at once.
+        With shards, a process announces every pass, and idle ones join it. Counting the passes and making up for them
+        later would be too late: a pass waits for its shards at once.
         """
         backbone = decoder(model)
-        if not is_spread(backbone):
+        if self.size == 1 or not is_spread(backbone):
             yield
             return
 
@@ -140,8 +129,10 @@ class DistributedGroup(ProcessGroup):
         return running
 
 
+SINGLE_PROCESS = ProcessGroup()
+
+
 def processes() -> int:
-    """Returns how many processes were started together."""
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
@@ -178,7 +169,7 @@ def process_group(device: torch.device) -> Iterator[ProcessGroup]:
             f"The {processes()} processes do not find each other ({error}); start them with {LAUNCH}."
         ) from error
     try:
-        yield DistributedGroup(device)
+        yield ProcessGroup(device)
     except RuntimeError as error:
         if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise

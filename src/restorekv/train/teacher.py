@@ -5,8 +5,6 @@ are sixty times smaller (2,560 numbers instead of 151,936). With the 256 likelie
 loss was 2 to 5 % too low on the bundled model (docs/LOG.md).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -5,8 +5,6 @@ runs with other settings, seeds or evictors share what they have in common, and 
 written whole or not at all; deleting them costs time only.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

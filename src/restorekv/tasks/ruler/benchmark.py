@@ -1,27 +1,30 @@
 """RULER as a benchmark: where its samples come from, how answers are scored, and what stands in for official data.
 
 Prompts are those of kvpress's data set, NVIDIA/RULER of November 2024 with the template "base": the context holds the
-instruction, worked examples and haystack; the question comes after it, then the beginning of the answer.
+instruction, worked examples and haystack; the question comes after it, then the beginning of the answer. That data set
+has a config for each length and was made with the tokenizer of Llama-3.1-8B (evaluation/benchmarks/ruler of kvpress).
 """
 
+import json
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, cycle, islice
+from pathlib import Path
 from random import Random
 
 from restorekv.data.files import identity
 from restorekv.errors import RestoreKVError
 from restorekv.tasks import prose
-from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, tasks_named, token_counter
+from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, token_counter
 from restorekv.tasks.reading import TEXTS
-from restorekv.tasks.rows import existing, field, local_rows, well_formed
-from restorekv.tasks.ruler import dataset, documents, passages
+from restorekv.tasks.rows import existing, field, group_by_context, hub_rows, kvpress_question, local_rows, well_formed
+from restorekv.tasks.ruler import documents
 from restorekv.tasks.ruler.draft import Draft, Task, answer_tokens, most_units
 from restorekv.tasks.ruler.needles import NEEDLES, Essays, needles
 from restorekv.tasks.ruler.synthetic import EXAMPLE_TOKENS, SHORT, chains, common_words, frequent_words
-from restorekv.tasks.splits import EVALUATION_NOVEL
 
 GROUPS = {
     "retrieval": tuple(NEEDLES),
@@ -30,24 +33,13 @@ GROUPS = {
     "question answering": ("qa_1", "qa_2"),
 }
 TASKS = tuple(task for tasks in GROUPS.values() for task in tasks)
+HUB = "simonjegou/ruler"
+INSTEAD = "fetch it once with a network, give source=FOLDER with its files, or leave source out to generate"
 NOVEL = "novel"
 ESSAY_TASKS = tuple(task for task, settings in NEEDLES.items() if "haystack" not in settings)
 SETTING = {**dict.fromkeys(ESSAY_TASKS, "essays"), "qa_1": "squad", "qa_2": "hotpot"}  # that names a task's file
-SHIPPED = {  # used with the source "novel", paths below TEXTS
-    "essays": f"novels/{EVALUATION_NOVEL}.txt.gz",
-    "squad": "share-alike/squad.json.gz",
-    "hotpot": "share-alike/hotpotqa.json.gz",
-}
-SHIPPED_INSTEAD = {
-    "essays": "The Secret Garden (1911) instead of Paul Graham's essays, from a sentence drawn for each sample on",
-    "squad": "a subset of SQuAD, 36 articles of XQuAD's English part, in an order drawn by the seed",
-    "hotpot": "a subset of HotpotQA, 75 of the 100 dev examples on its site, in an order drawn by the seed",
-}
-GENERATED_INSTEAD = {
-    "essays": "generated prose instead of Paul Graham's essays",
-    "squad": "generated documents instead of SQuAD",
-    "hotpot": "generated documents instead of HotpotQA",
-}
+# What stands in for RULER's own texts: the file that ships, below TEXTS, and what results say about either source.
+STAND_INS: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("stand_ins.json").read_text("utf-8"))
 SUBSETS = "qa_1 and qa_2 on subsets (XQuAD's English part; HotpotQA's 100 dev examples)"
 SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"'”’)]))\s+(?=[\"'“‘(]?[A-Z0-9])")
 LEAST_TOKENS = 25  # of a generated document, by any tokenizer
@@ -64,6 +56,7 @@ class Ruler(Benchmark):
 
     name, title = "ruler", "RULER"
     metric = "string match: share of references found, any of them in qa"
+    known_tasks = TASKS
 
     length: int = 4096
     tasks: str = ""
@@ -74,10 +67,10 @@ class Ruler(Benchmark):
     hotpot: str = ""
 
     def __post_init__(self) -> None:
-        tasks_named(self.title, self.tasks, TASKS)
+        super().__post_init__()
         if self.per_task < 1 or self.length < 1:
             raise RestoreKVError("RULER takes a length and per_task of at least 1.")
-        given = [setting for setting in SHIPPED if getattr(self, setting)]
+        given = [setting for setting in STAND_INS if getattr(self, setting)]
         if given and not self.generates:
             raise RestoreKVError(f"{given[0]} is for samples made here; leave it or source={self.source} out.")
 
@@ -86,14 +79,29 @@ class Ruler(Benchmark):
         """Whether samples are made here, not read."""
         return self.source in (NOVEL, "generated")
 
-    @property
-    def chosen_tasks(self) -> tuple[str, ...]:
-        return tasks_named(self.title, self.tasks, TASKS)
-
     def samples(self, tokenizer: Tokenizer, protocol: str) -> Iterable[Sample]:
         if self.generates:
             return self.generated(token_counter(tokenizer))
-        return dataset.samples(self.source, self.length, self.chosen_tasks)
+        return self.stored()
+
+    def stored(self) -> list[Sample]:
+        """Returns the distinct contexts of the hub, a file, a folder, or the folder's subfolder of that length."""
+        if self.source == "hub":
+            rows = hub_rows(HUB, str(self.length), "test", INSTEAD)
+        else:
+            folder = existing(self.source) / str(self.length)
+            rows = local_rows(folder if folder.is_dir() else self.source)
+        questions, counts = [], Counter()
+        for place, row in rows:
+            with well_formed(f"{place} is not a row of kvpress's RULER data set", "give files of that form"):
+                task = field(row, "task")
+                question = kvpress_question(row, f"{task}-{counts[task]}", task, "answer")
+            if task in self.chosen_tasks:
+                questions.append(question)
+                counts[task] += 1
+        if missing := [task for task in self.chosen_tasks if not counts[task]]:
+            raise RestoreKVError(f"The data has no rows of the task {missing[0]}; give the tasks that it has.")
+        return group_by_context(questions)
 
     def generated(self, tokens: Callable[[str], int]) -> Iterator[Sample]:
         """Yields samples, each of which depends only on seed, task, index and how many `tokens` texts have."""
@@ -145,7 +153,8 @@ class Ruler(Benchmark):
 
     def file(self, name: str) -> str:
         """Returns the file that the task uses, given or shipped; empty if its texts are generated."""
-        return str(TEXTS / SHIPPED[SETTING[name]]) if self.ships(name) else getattr(self, SETTING[name])
+        setting = SETTING[name]
+        return str(TEXTS / STAND_INS[setting]["file"]) if self.ships(name) else getattr(self, setting)
 
     def haystack(self, name: str) -> Callable[[int], Essays]:
         """Returns a function of a sample's index: the essays from the first word on, as in RULER, or generated prose.
@@ -168,7 +177,7 @@ class Ruler(Benchmark):
     def asker(self, name: str) -> Callable[[int], Task]:
         """Returns a function of a sample's index: questions of a file in its order, or in the seed's, or generated."""
         if not self.file(name):
-            make, count = {"qa_1": passages.articles, "qa_2": passages.pairs}[name], self.length // LEAST_TOKENS + 1
+            make, count = {"qa_1": documents.articles, "qa_2": documents.pairs}[name], self.length // LEAST_TOKENS + 1
             return lambda index: make(count, Random(f"{self.seed} {name} {index} documents"))
         texts, questions = self.collection(name)
         order = list(range(len(questions)))
@@ -192,7 +201,7 @@ class Ruler(Benchmark):
         if self.source == "hub":
             made = f"NVIDIA/RULER by kvpress's authors: {self.length} tokens of the tokenizer of Llama-3.1-8B"
             license = "not stated; RULER is Apache-2.0, SQuAD and HotpotQA CC BY-SA 4.0, the essays Paul Graham's"
-            return {"data": dataset.NAME, "made": made, "license": license, "metric": self.metric}
+            return {"data": HUB, "made": made, "license": license, "metric": self.metric}
         if not self.generates:
             files = identity(str(existing(self.source)))
             return {"data": "files in kvpress's form", "license": "theirs", **files, "metric": self.metric}
@@ -210,17 +219,15 @@ class Ruler(Benchmark):
         }
 
     def stand_ins(self) -> Iterator[tuple[str, str]]:
-        """Yields (task, what stands in for RULER's own)."""
         for name, setting in SETTING.items():
             if not getattr(self, setting):
-                yield name, (SHIPPED_INSTEAD if self.source == NOVEL else GENERATED_INSTEAD)[setting]
+                yield name, STAND_INS[setting][self.source]
         if self.length // 4 < EXAMPLE_TOKENS:
             yield "vt", f"a worked example of {self.length // 4} tokens or one noise instead of {EXAMPLE_TOKENS}"
         if self.length < SHORT:
             yield "cwe", "common words 3 times and others once instead of 6 times and once, and a shorter example"
 
     def groups(self) -> Mapping[str, tuple[str, ...]]:
-        """Returns RULER's four categories, with the tasks that are asked."""
         groups = {name: tuple(task for task in tasks if task in self.chosen_tasks) for name, tasks in GROUPS.items()}
         return {name: tasks for name, tasks in groups.items() if tasks}
 

@@ -1,23 +1,26 @@
 """Questions over documents, RULER's qa_1 and qa_2 (arXiv 2404.06654, section 3; NVIDIA/RULER, qa.py).
 
 They come from SQuAD 2.0 (arXiv 1806.03822, `dev-v2.0.json`) and HotpotQA (arXiv 1809.09600,
-`hotpot_dev_distractor_v1.json`).
+`hotpot_dev_distractor_v1.json`), or are generated in their place.
 """
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
 from restorekv.errors import RestoreKVError
+from restorekv.tasks import prose
 from restorekv.tasks.rows import local_rows, well_formed
 from restorekv.tasks.ruler.draft import Draft, Task
 
-INSTRUCTION = (
-    "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n\n"
+GRAMMAR = json.loads(Path(__file__).with_name("documents.json").read_text("utf-8"))
+STARTS, MIDDLES, ENDS, MONTHS, GOODS = (
+    GRAMMAR[key].split() for key in ("starts", "middles", "ends", "months", "goods")
 )
-CONTEXT = INSTRUCTION + "The following are given documents.\n\n{text}\n\n"
-QUESTION = INSTRUCTION + "Question: {query} "
-PREFIX = "Answer:"
+PARAGRAPHS = GRAMMAR["paragraphs"]  # each with questions that it answers, as (question, slot of the answer)
+WITH_A_PAIR = 8  # other documents that come with a question of HotpotQA
 
 
 class Asked(NamedTuple):
@@ -48,9 +51,19 @@ def over_documents(documents: tuple[str, ...], asked: Asked) -> Task:
             shown += rest[: units - len(shown)]
         rng.shuffle(shown)
         text = "\n\n".join(f"Document {number}:\n{documents[index]}" for number, index in enumerate(shown, 1))
-        return Draft(CONTEXT.format(text=text), QUESTION.format(query=asked.query), PREFIX, asked.answers)
+        return Draft.fill("qa", asked.answers, text=text, query=asked.query)
 
     return Task(draft, len(asked.own), len(documents))
+
+
+def read(kind: str, where: str) -> Collection:
+    """Reads "squad" or "hotpot"; raises RestoreKVError for a file of another form."""
+    name, reader = {"squad": ("dev-v2.0.json", squad), "hotpot": ("hotpot_dev_distractor_v1.json", hotpot)}[kind]
+    with well_formed(f"{where} is not in the form of {name}", "give that file"):
+        collection = reader([row for _, row in local_rows(where)])
+    if not collection.questions:
+        raise RestoreKVError(f"{where} has no question with an answer; give {name}.")
+    return collection
 
 
 def squad(rows: list[dict]) -> Collection:
@@ -88,11 +101,64 @@ def numbers(documents: Iterable[str]) -> dict[str, int]:
     return {text: number for number, text in enumerate(sorted(set(documents)))}
 
 
-def read(kind: str, where: str) -> Collection:
-    """Reads "squad" or "hotpot"; raises RestoreKVError for a file of another form."""
-    name, reader = {"squad": ("dev-v2.0.json", squad), "hotpot": ("hotpot_dev_distractor_v1.json", hotpot)}[kind]
-    with well_formed(f"{where} is not in the form of {name}", "give that file"):
-        collection = reader([row for _, row in local_rows(where)])
-    if not collection.questions:
-        raise RestoreKVError(f"{where} has no question with an answer; give {name}.")
-    return collection
+def articles(count: int, rng: Random) -> Task:
+    """Generates in place of SQuAD: asks about the town of the first of at least `count` paragraphs.
+
+    A town has three paragraphs, one of which answers. All names are unique among a question's documents, so that a
+    question has one answer.
+    """
+    new_name, filler, documents = names(rng), prose.sentences(rng), []
+    answering = rng.randrange(len(PARAGRAPHS))
+    while len(documents) < count:
+        values = draw_values(rng, new_name, "town founder river market owner patron artist")
+        if not documents:
+            query, key = rng.choice(PARAGRAPHS[answering]["questions"])
+            near = tuple(index for index in range(len(PARAGRAPHS)) if index != answering)
+            asked = Asked(query.format(**values), (values[key],), (answering,), near)
+        documents += [f"{each['text'].format(**values)} {next(filler)} {next(filler)}" for each in PARAGRAPHS]
+    return over_documents(tuple(documents), asked)
+
+
+def pairs(count: int, rng: Random) -> Task:
+    """Generates in place of HotpotQA: asks about the first two of at least `count` documents.
+
+    They are a person and the company that the person founded, and must be read together.
+    """
+    new_name, filler, documents = names(rng), prose.sentences(rng), []
+    while len(documents) < max(count, WITH_A_PAIR + 2):
+        values = draw_values(rng, new_name, "person birthplace company town")
+        if not documents:
+            query, key = rng.choice(GRAMMAR["bridges"])
+            asked = Asked(query.format(**values), (values[key],), (0, 1), tuple(range(2, WITH_A_PAIR + 2)))
+        for title in ("person", "company"):
+            documents.append(f"{values[title]}\n{GRAMMAR[title].format(**values)} {next(filler)}")
+    return over_documents(tuple(documents), asked)
+
+
+def draw_values(rng: Random, new_name: Iterator[str], named: str) -> dict[str, str]:
+    """Returns values for every slot of a generated document; those of `named` are names that stand nowhere else."""
+    year = rng.randrange(1100, 1900)
+    return {
+        **{slot: next(new_name) for slot in named.split()},
+        "year": str(year),
+        "later": str(year + rng.randrange(20, 100)),
+        "month": rng.choice(MONTHS),
+        "goods": rng.choice(GOODS),
+        "side": rng.choice(("northern", "southern", "eastern", "western")),
+        "hands": str(rng.randrange(30, 900)),
+        "trade": prose.phrase("trade", rng),
+    }
+
+
+def names(rng: Random) -> Iterator[str]:
+    """Yields different names without end, with more and more middle parts."""
+    known: set[str] = set()
+    middles = 1
+    while True:
+        inner = "".join(rng.choices(MIDDLES, k=middles))
+        name = f"{rng.choice(STARTS)}{inner}{rng.choice(ENDS)}"
+        if name in known:
+            middles += len(known) > (len(STARTS) * len(ENDS) * len(MIDDLES) ** middles) // 2
+            continue
+        known.add(name)
+        yield name

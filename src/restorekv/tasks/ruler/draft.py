@@ -1,15 +1,21 @@
-"""What all tasks share: prompts of any length, the search for the longest that fits, and RULER's words."""
+"""What all tasks share: prompts of any length, the search for the longest that fits, and RULER's words.
 
+prompts.json has RULER's prompts, each in the three parts of a `Draft`.
+"""
+
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
+from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from restorekv.data.files import optional
 
 MAX_NEW_TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
 UNLIMITED = sys.maxsize - 1
+PROMPTS = json.loads(Path(__file__).with_name("prompts.json").read_text("utf-8"))
 
 
 def answer_tokens(task: str) -> int:
@@ -28,6 +34,11 @@ class Draft(NamedTuple):
     @property
     def text(self) -> str:
         return self.context + self.question + self.answer_prefix
+
+    @classmethod
+    def fill(cls, prompt: str, answers: Iterable[str], **values: object) -> Self:
+        """Puts values into the places of a prompt."""
+        return cls(*(part.format(**values) for part in PROMPTS[prompt]), tuple(answers))
 
 
 class Task(NamedTuple):
@@ -67,5 +78,4 @@ def words(*kinds: str) -> tuple[str, ...]:
 
 
 def word_pair(rng: Random) -> str:
-    """Returns a random adjective and noun, joined by a hyphen."""
     return f"{rng.choice(words('adjective'))}-{rng.choice(words('noun'))}"

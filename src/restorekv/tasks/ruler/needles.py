@@ -10,18 +10,6 @@ from restorekv.tasks.ruler.draft import Draft, Task, word_pair
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
-ONE = (
-    "A special magic {kind} is hidden within the following text. Make sure to memorize it. "
-    "I will quiz you about the {kind} afterwards.\n{haystack}\n",
-    "What is the special magic {kind} for {query} mentioned in the provided text? ",
-    "The special magic {kind} for {query} mentioned in the provided text is",
-)
-MANY = (
-    "Some special magic {kind} are hidden within the following text. Make sure to memorize it. "
-    "I will quiz you about the {kind} afterwards.\n{haystack}\n",
-    "What are all the special magic {kind} for {query} mentioned in the provided text? ",
-    "The special magic {kind} for {query} mentioned in the provided text are",
-)
 NEEDLES: dict[str, dict[str, object]] = {  # arguments of `needles`; the haystack is essays unless named
     "niah_single_1": {"haystack": "noise"},
     "niah_single_2": {},
@@ -62,10 +50,8 @@ def needles(
     """
 
     def draft(units: int, rng: Random) -> Draft:
-        by_key: dict[str, list[str]] = {}
         taken: set[str] = set()
-        for _ in range(keys):
-            by_key[fresh(key, rng, taken)] = [fresh(value, rng, taken) for _ in range(values)]
+        by_key = {fresh(key, rng, taken): [fresh(value, rng, taken) for _ in range(values)] for _ in range(keys)}
         asked = rng.sample(list(by_key), queries)
         lines = [NEEDLE.format(kind=value, key=name, value=each) for name, group in by_key.items() for each in group]
         rng.shuffle(lines)
@@ -74,14 +60,13 @@ def needles(
         else:
             hay = [NOISE] * units
             if haystack == "needle":
-                hay = [
-                    NEEDLE.format(kind=value, key=fresh(key, rng, taken), value=fresh(value, rng, taken)) for _ in hay
-                ]
+                pairs = ((fresh(key, rng, taken), fresh(value, rng, taken)) for _ in range(units))
+                hay = [NEEDLE.format(kind=value, key=name, value=each) for name, each in pairs]
             text = in_lines(hay, lines, rng)
-        parts, kind = (ONE, value[:-1]) if queries * values == 1 else (MANY, value)
+        prompt, kind = ("one needle", value[:-1]) if queries * values == 1 else ("needles", value)
         names = ", ".join(asked[:-1]) + ", and " + asked[-1] if queries > 1 else asked[0]
-        answers = tuple(each for name in asked for each in by_key[name])
-        return Draft(*(part.format(kind=kind, query=names, haystack=text) for part in parts), answers)
+        answers = (each for name in asked for each in by_key[name])
+        return Draft.fill(prompt, answers, kind=kind, query=names, haystack=text)
 
     return Task(draft, 40 if isinstance(haystack, Essays) else 2)
 

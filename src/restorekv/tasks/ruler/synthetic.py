@@ -13,28 +13,9 @@ from random import Random
 from restorekv.tasks.ruler.draft import Draft, Task, answer_tokens, most_units, word_pair, words
 from restorekv.tasks.ruler.needles import NOISE
 
-CHAIN = (
-    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{text}\n",
-    "Question: Find all variables that are assigned the value {value} in the text above. ",
-    "Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assigned the "
-    "value {value}, they are: ",
-)
 HOPS = 4
 EXAMPLE_TOKENS = 500  # RULER's length of the example, its answer's 30 tokens included
 EXAMPLE_NOISES = 10  # what RULER's search, in steps of five, returns with most tokenizers
-COMMON = (
-    "Below is a numbered list of words. In these words, some appear more often than others. "
-    "Memorize the ones that appear most often.\n{text}\n",
-    "Question: What are the 10 most common words in the above list? ",
-    "Answer: The top 10 words that appear most often in the list are:",
-)
-FREQUENT = (
-    "Read the following coded text and track the frequency of each coded word. "
-    "Find the three most frequently appeared coded words. {text}\n",
-    "Question: Do not provide any explanation. Please ignore the dots '....'. "
-    "What are the three most frequently appeared words in the above coded text? ",
-    "Answer: According to the coded text above, the three most frequently appeared words are:",
-)
 ASKED = 10  # common words
 SHORT = 2048  # RULER's lists do not fit into smaller lengths
 ZETA = math.pi**2 / 6  # of alpha = 2, the exponent of the coded words' distribution
@@ -53,8 +34,7 @@ def chains(length: int, tokens: Callable[[str], int]) -> Task:
     noises = most_units(size, limit, 1, EXAMPLE_NOISES) if size(1) <= limit else 1
 
     def draft(units: int, rng: Random) -> Draft:
-        solved = example(noises, rng)
-        task = chain(5, units, rng)
+        solved, task = example(noises, rng), chain(5, units, rng)
         return task._replace(context=f"{solved}\n\n\n\n{task.context}")
 
     return Task(draft)
@@ -82,7 +62,7 @@ def chain(letters: int, noises: int, rng: Random) -> Draft:
     for inserted, place in enumerate(sorted(rng.sample(range(len(lines)), len(links)))):
         lines.insert(place + inserted, links[inserted])
     text = " ".join(lines).replace(". \n", ".\n")
-    return Draft(*(part.format(text=text, value=value, count=len(names)) for part in CHAIN), tuple(names))
+    return Draft.fill("vt", names, text=text, value=value, count=len(names))
 
 
 def common_words(length: int) -> Task:
@@ -97,8 +77,7 @@ def common_words(length: int) -> Task:
         times, example = ((6, 1), (20, 3, 1)) if length >= SHORT else ((3, 1), (15, 2, 1))
 
     def draft(units: int, rng: Random) -> Draft:
-        solved = counted(*example, rng)
-        task = counted(units, *times, rng)
+        solved, task = counted(*example, rng), counted(units, *times, rng)
         return task._replace(context=f"{solved.text}{numbered(solved.answers)}\n{task.context}")
 
     return Task(draft, ASKED + 1)
@@ -109,7 +88,7 @@ def counted(units: int, common: int, other: int, rng: Random) -> Draft:
     drawn = distinct(units, rng)
     entries = drawn[:ASKED] * common + drawn[ASKED:] * other
     rng.shuffle(entries)
-    return Draft(*(part.format(text=numbered(entries)) for part in COMMON), tuple(drawn[:ASKED]))
+    return Draft.fill("cwe", drawn[:ASKED], text=numbered(entries))
 
 
 def distinct(count: int, rng: Random) -> list[str]:
@@ -139,6 +118,6 @@ def frequent_words(length: int) -> Task:
         ranked = ["...", *list(coded)[1:]]
         entries = [word for rank, word in enumerate(ranked, 1) for _ in range(int(units / rank**2 / ZETA))]
         rng.shuffle(entries)
-        return Draft(*(part.format(text=" ".join(entries)) for part in FREQUENT), tuple(ranked[1:4]))
+        return Draft.fill("fwe", ranked[1:4], text=" ".join(entries))
 
     return Task(draft, LEAST_CODED)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from paper.exhibit import FOUR, Claim, Comparison, above, at, places, ruler
-from paper.exhibits.common import base, whole, with_more
+from paper.experiment import FOUR, Claim, Comparison, above, at, places, ruler
+from paper.experiments.common import base, whole, with_more
 from paper.setting import Setting
 
 WHERE = places("ruler", FOUR)
 
 
-def exhibit(setting: Setting) -> Comparison:
+def experiment(setting: Setting) -> Comparison:
     """The method under several seeds."""
     tight, std = ruler(0.05), at(WHERE, 0.04, 0.11, 0.51, 0.57)
     sixtieth = {("full", tight): 1 / 60, ("base", tight): -1 / 60}

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from paper.exhibit import THREE, Comparison, Row, above, at, places, ruler
-from paper.exhibits.common import BASE, FULL, base, whole, with_more
+from paper.experiment import THREE, Comparison, Row, above, at, places, ruler
+from paper.experiments.common import BASE, FULL, base, whole, with_more
 from paper.setting import Setting
 from restorekv.evaluation.tables import name
 
 WHERE = places("ruler", THREE)
 
 
-def exhibit(setting: Setting) -> Comparison:
+def experiment(setting: Setting) -> Comparison:
     """The inference evictor is the settings'; the training evictor is the same or another: SnapKV, or KVzip for it."""
     used, tight = setting.settings.evictor, ruler(0.05)
     own, other = name(used, False), "kvzip" if used == "snapkv" else "snapkv"

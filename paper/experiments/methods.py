@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from paper.exhibit import THREE, Comparison, Most, Place, Points, Row, Weights, alone, at, own, places
+from paper.experiment import THREE, Comparison, Most, Place, Points, Row, Weights, alone, at, own, places
 from paper.setting import Setting
 
 BENCHMARKS = ("ruler", "qasper", "quality", "longhealth")
@@ -28,7 +28,7 @@ METHODS = tuple(SINGLE_PROCESS)
 NOTHING: Mapping[Place, tuple[float, float]] = {}
 
 
-def exhibit(setting: Setting) -> Comparison:
+def experiment(setting: Setting) -> Comparison:
     """Sixty pairs."""
     rows = {}
     for evictor in METHODS:
@@ -65,7 +65,7 @@ def simplified(setting: Setting) -> Comparison:
     """ContrastKV in the paper is its authors' own simplification; Table 1 here has ContrastKV itself."""
     evictor = "contrastkv-simple"
     return replace(
-        exhibit(setting),
+        experiment(setting),
         name="contrastkv-simple",
         number="",
         title="ContrastKV as RestoreKV's authors simplified it",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from paper.exhibit import THREE, Comparison, Row, above, at, keeps, places, ruler
-from paper.exhibits.common import BASE, FULL, base, with_more
+from paper.experiment import THREE, Comparison, Row, above, at, keeps, places, ruler
+from paper.experiments.common import BASE, FULL, base, with_more
 from paper.setting import Setting
 
 WHERE = places("ruler", THREE)
@@ -16,7 +16,7 @@ PAPER = {
 }
 
 
-def exhibit(setting: Setting) -> Comparison:
+def experiment(setting: Setting) -> Comparison:
     """The paper's numbers of restore tokens, and the settings' own; contexts too short for n get fewer."""
     default, evictor, tight = setting.settings.restore_tokens, setting.settings.evictor, ruler(0.05)
     rows = {}

@@ -20,7 +20,7 @@ MIXTURE = bundled_path("mixture.json")  # written by recipes/tiny/mixture.py
 COLUMNS = ("samples", "mean", "shortest", "longest")
 
 
-def exhibit(setting: Setting) -> Study:
+def experiment(setting: Setting) -> Study:
     note = "Tokens of the context. "
     if setting.bundled:
         note += (

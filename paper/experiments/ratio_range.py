@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from paper.exhibit import FOUR, Claim, Comparison, Row, above, at, places, ruler
-from paper.exhibits.common import base, with_more
+from paper.experiment import FOUR, Claim, Comparison, Row, above, at, places, ruler
+from paper.experiments.common import base, with_more
 from paper.setting import Setting
 
 WHERE = places("ruler", FOUR)
@@ -16,7 +16,7 @@ RANGES = {
 DEFAULT = "0.025 to 0.25"
 
 
-def exhibit(setting: Setting) -> Comparison:
+def experiment(setting: Setting) -> Comparison:
     """Four ranges and none."""
     evictor, tight, mild = setting.settings.evictor, ruler(0.05), ruler(0.4)
     rows = {}

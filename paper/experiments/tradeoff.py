@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from paper.exhibit import THREE, Comparison, Place, Row, above, places
-from paper.exhibits.methods import pair, restored
+from paper.experiment import THREE, Comparison, Place, Row, above, places
+from paper.experiments.methods import pair, restored
 from paper.setting import Setting
 
 WHERE = (*places("ruler", THREE), *places("longhealth", THREE))
 
 
-def exhibit(setting: Setting) -> Comparison:
+def experiment(setting: Setting) -> Comparison:
     """Attention Matching (AM-fast) on the benchmarks that the paper compares it on."""
     better, tight = restored("kvzip+"), Place("ruler", 0.05)
     matching = Row("AM-fast", "am-fast", None, {"prefix_policy": "free"}, paper={tight: 52.8})

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from paper.exhibit import FOUR, Comparison, Row, places
-from paper.exhibits.common import base, whole, with_more
+from paper.experiment import FOUR, Comparison, Row, places
+from paper.experiments.common import base, whole, with_more
 from paper.setting import Setting
 
 
-def exhibit(setting: Setting) -> Comparison:
+def experiment(setting: Setting) -> Comparison:
     """The paper has no figures for them. What else was tried: docs/LOG.md."""
     settings, evictor = setting.settings, setting.settings.evictor
     more = {"restore_tokens": 8, "steps": 2 * settings.steps, "contexts": 2 * settings.contexts}

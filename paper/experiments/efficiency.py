@@ -21,7 +21,7 @@ LATENCY = {1.0: (0.457, 4.20), 0.05: (0.253, 0.20)}  # r: milliseconds a layer, 
 NEAR = 5.0  # percent: what counts as nearly identical
 
 
-def exhibit(setting: Setting) -> Study:
+def experiment(setting: Setting) -> Study:
     return Study(
         name="efficiency",
         number="Figure 6",

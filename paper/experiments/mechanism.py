@@ -38,7 +38,7 @@ PAPER = {"full": ("2.73", "", "", ""), "base": ("0.56", "7 of 36", "0.198", "7.3
          "restored": ("1.30", "0 of 36", "0.167", "3.8")}  # fmt: skip
 
 
-def exhibit(setting: Setting) -> Study:
+def experiment(setting: Setting) -> Study:
     return Study(
         name="mechanism",
         number="Figure 5",

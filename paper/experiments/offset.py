@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from paper.exhibit import THREE, Claim, Comparison, Row, above, at, places, ruler
-from paper.exhibits.common import BASE, FULL, base, whole, with_more
+from paper.experiment import THREE, Claim, Comparison, Row, above, at, places, ruler
+from paper.experiments.common import BASE, FULL, base, whole, with_more
 from paper.setting import Setting
 from restorekv.evaluation.tables import name
 
 WHERE = places("ruler", THREE)
 
 
-def exhibit(setting: Setting) -> Comparison:
+def experiment(setting: Setting) -> Comparison:
     """The offset is as many positions as the settings have restore tokens (the paper's 8)."""
     n, evictor, tight = setting.settings.restore_tokens, setting.settings.evictor, ruler(0.05)
     label = f"{name(evictor, False)}, questions {n} positions later, no restore states"

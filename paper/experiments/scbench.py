@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from paper.exhibit import FOUR, Comparison, above, alone, at, full_cache, own, places
-from paper.exhibits.methods import restored
+from paper.experiment import FOUR, Comparison, above, alone, at, full_cache, own, places
+from paper.experiments.methods import restored
 from paper.setting import Setting
 
 WHERE = places("scbench", FOUR)
 
 
-def exhibit(setting: Setting) -> Comparison:
+def experiment(setting: Setting) -> Comparison:
     """The average over the tasks; of single tasks the paper's source has no figures."""
     better = restored("kvzip")
     return Comparison(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paper.exhibit import Place, Points, Row, alone, ruler
+from paper.experiment import Place, Points, Row, alone, ruler
 from paper.setting import Setting
 
 BASE, FULL = (91.4, 80.1, 38.2), (93.5, 88.8, 73.2)  # KVzip and RestoreKV on RULER-4K, Qwen3-4B, at THREE

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from paper.exhibit import Claim, Comparison, Place, above, alone, full_cache, own
-from paper.exhibits.methods import gain, restored
+from paper.experiment import Claim, Comparison, Place, above, alone, full_cache, own
+from paper.experiments.methods import gain, restored
 from paper.setting import CATEGORIES, Setting
 
 LLAMA, QWEN = "Llama-3.1-8B-Instruct", "Qwen3-8B"
@@ -36,7 +36,7 @@ def average(ratio: float) -> Place:
 WHERE = tuple(place for ratio in RATIOS for place in columns(ratio))
 
 
-def exhibit(setting: Setting) -> Comparison:
+def experiment(setting: Setting) -> Comparison:
     """The main figures are Llama's; a Qwen3 model is compared with Qwen3-8B first."""
     first, second = (QWEN, LLAMA) if "qwen" in setting.model.lower() else (LLAMA, QWEN)
     own_figures, other = (

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from paper.exhibit import FOUR, Claim, Comparison, Place, above, full_cache, places
-from paper.exhibits.methods import BENCHMARKS, gain, pair, restored
+from paper.experiment import FOUR, Claim, Comparison, Place, above, full_cache, places
+from paper.experiments.methods import BENCHMARKS, gain, pair, restored
 from paper.setting import Setting
 
 WHERE = tuple(place for benchmark in BENCHMARKS for place in places(benchmark, FOUR))
 TITLES = {"ruler": "RULER-4K", "qasper": "QASPER", "quality": "QuALITY", "longhealth": "LongHealth"}
 
 
-def exhibit(setting: Setting) -> Comparison:
+def experiment(setting: Setting) -> Comparison:
     """KVzip and KVzip+ with and without restoring, and the full cache."""
     mild = {Place("ruler", 0.4): (93.5, 94.3)}
     claims = [

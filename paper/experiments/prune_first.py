@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from paper.exhibit import THREE, Comparison, Row, above, at, keeps, places, ruler
-from paper.exhibits.common import BASE, FULL, base, whole, with_more
+from paper.experiment import THREE, Comparison, Row, above, at, keeps, places, ruler
+from paper.experiments.common import BASE, FULL, base, whole, with_more
 from paper.setting import Setting
 
 WHERE = places("ruler", THREE)
 
 
-def exhibit(setting: Setting) -> Comparison:
+def experiment(setting: Setting) -> Comparison:
     """The restore pass before and after eviction, each trained for it."""
     evictor, tight = setting.settings.evictor, ruler(0.05)
     evicted = Row(

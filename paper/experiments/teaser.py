@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from paper.exhibit import Claim, Comparison, above, full_cache, own, places, ruler
-from paper.exhibits.methods import pair, restored
+from paper.experiment import Claim, Comparison, above, full_cache, own, places, ruler
+from paper.experiments.methods import pair, restored
 from paper.setting import Setting
 
 RATIOS = (0.5, 0.25, 0.125, 0.0625)  # 2x, 4x, 8x, 16x
 WHERE = places("ruler", RATIOS)
 
 
-def exhibit(setting: Setting) -> Comparison:
+def experiment(setting: Setting) -> Comparison:
     """Both evictors of the paper's own method. Of its figure the source tells one point."""
     mild, tight, better = ruler(0.5), ruler(0.0625), restored("kvzip+")
     rows = {"full": full_cache(), **pair("kvzip", WHERE), **pair("kvzip+", WHERE)}

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from paper.exhibit import THREE, Claim, Comparison, Row, above, at, keeps, places, ruler
-from paper.exhibits.common import BASE, FULL, base, whole, with_more
+from paper.experiment import THREE, Claim, Comparison, Row, above, at, keeps, places, ruler
+from paper.experiments.common import BASE, FULL, base, whole, with_more
 from paper.setting import Setting
 
 QKV = ("q_proj", "k_proj", "v_proj")
 WHERE = places("ruler", THREE)
 
 
-def exhibit(setting: Setting) -> Comparison:
+def experiment(setting: Setting) -> Comparison:
     """Rows as in the paper; the last is the method."""
     evictor, tight = setting.settings.evictor, ruler(0.05)
     few = {("embeddings", tight): -1, ("base", tight): 0.8, ("full", tight): 0.2}

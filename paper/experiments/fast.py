@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from paper.exhibit import Comparison, above, alone, own, ruler
-from paper.exhibits.methods import restored
+from paper.experiment import Comparison, above, alone, own, ruler
+from paper.experiments.methods import restored
 from paper.setting import Setting
 
 TIGHT = ruler(0.0625)
 
 
-def exhibit(setting: Setting) -> Comparison:
+def experiment(setting: Setting) -> Comparison:
     """Fast KVzip alone and restored, and KVzip."""
     fast, better = "fastkvzip", restored("fastkvzip")
     return Comparison(

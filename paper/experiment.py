@@ -53,7 +53,7 @@ class Row:
     also: Mapping[str, Points] = field(default_factory=dict)
 
     def points(self, backbone: str = "") -> Points:
-        """The paper's, of the exhibit's own backbone unless one of `also` is named."""
+        """The paper's, of the experiment's own backbone unless one of `also` is named."""
         return self.also[backbone] if backbone else self.paper
 
 

@@ -1,0 +1,186 @@
+"""QuALITY and LongHealth: questions with lettered options, asked as in RestoreKV's own evaluation.
+
+QuALITY (arXiv 2112.08608) has stories and articles of some 5,000 words with questions of four options. LongHealth
+(arXiv 2401.14490) has the records of 20 fictional patients, with 20 questions of five options about each.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from restorekv.errors import RestoreKVError
+from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, apart
+from restorekv.tasks.metrics import letter
+from restorekv.tasks.rows import field, file_rows, texts, well_formed
+
+LETTERS = "ABCDE"
+REQUEST = (
+    "Please think very briefly and then respond with **only** the letter ({letters}) of the correct option. "
+    "If you are not sure, still make a guess."
+)
+MAX_NEW_TOKENS = 128
+PATIENT = ("name", "birthday", "diagnosis")
+
+
+@dataclass(frozen=True)
+class Lettered(Benchmark):
+    """Asks questions with lettered options from one file; `path` is the file or the folder that holds it."""
+
+    file: ClassVar[str]
+    source: ClassVar[str]  # where to fetch the file
+    metric = "accuracy of the first letter read"
+
+    path: str = ""
+
+    def located(self) -> Path:
+        """Returns the path of the file, or raises RestoreKVError if there is none."""
+        path = Path(self.path) / self.file if Path(self.path).is_dir() else Path(self.path)
+        if not self.path or not path.is_file():
+            missing = f"there is no file {path}" if self.path else "its data do not ship"
+            raise RestoreKVError(
+                f"{self.title} cannot be asked because {missing}; fetch {self.file} from {self.source} and give "
+                f"{self.name}:path=FILE."
+            )
+        return path
+
+    def question(self, name: str, text: str, options: Sequence[str], right: int, protocol: str) -> Question:
+        """Returns the question whose right option is number `right`, counted from 0.
+
+        RestoreKV's own evaluation puts no "Q: " before such a question; the fact `bare` tells protocols so.
+        """
+        facts = {"options": list(options), "bare": True}
+        text = apart(with_options(text.strip(), options), protocol)
+        return Question(name, self.name, text, (LETTERS[right],), MAX_NEW_TOKENS, facts=facts)
+
+    def by_context(self, protocol: str) -> bool:
+        """RestoreKV's own evaluation averages over contexts, as KVzip's does."""
+        return protocol == "kvzip"
+
+    def score(self, question: Question, prediction: str) -> float:
+        return float(letter(prediction) == question.answers[0])
+
+
+def with_options(question: str, options: Sequence[str]) -> str:
+    """Returns the question, its options as "A. ..." lines, and the request for one letter of A to D, or A to E of five.
+
+    The wording is that of RestoreKV's own evaluation (cvsp-lab/RestoreKV d591d4d, data/wrapper.py), whose request comes
+    from Attention Matching.
+    """
+    lines = "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=False))
+    letters = "A, B, C, D, or E" if len(options) > 4 else "A, B, C, or D"
+    return f"{question}\n\n{lines}\n\n{REQUEST.format(letters=letters)}"
+
+
+@dataclass(frozen=True)
+class Quality(Lettered):
+    """Asks the first `articles` of the dev set (0: all 115), as RestoreKV's authors do; `subset` is "all" or "hard".
+
+    The file gives an article in two lines with a set of questions each; they are one context here. "hard" are the
+    questions that the authors flag `difficult`: most people in a hurry got them wrong.
+    """
+
+    name, title = "quality", "QuALITY"
+    file = "QuALITY.v1.0.1.htmlstripped.dev"
+    source = "github.com/nyu-mll/quality (in data/v1.0.1/QuALITY.v1.0.1.zip)"
+    license = "CC BY 4.0"
+
+    articles: int = 100
+    subset: str = "all"
+
+    def __post_init__(self) -> None:
+        if self.subset not in ("all", "hard"):
+            raise RestoreKVError(f"The subset of QuALITY is all or hard, not {self.subset!r}.")
+
+    def samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
+        """Yields articles in the file's order, except those without a question of the subset."""
+        merged = list(self.merged().items())[: self.articles or None]
+        if not merged:
+            raise RestoreKVError(f"{self.located()} has no question with a gold_label; give the dev set.")
+        for index, ((_, article), rows) in enumerate(merged):
+            questions = tuple(
+                self.question(f"{index}-{turn}", row["question"], row["options"], row["gold_label"] - 1, protocol)
+                for turn, row in enumerate(rows)
+                if self.subset == "all" or row.get("difficult")
+            )
+            if questions:
+                yield Sample(str(index), article, questions)
+
+    def merged(self) -> dict[tuple[str, str], list[dict]]:
+        """Returns the labeled questions of each (article_id, article)."""
+        articles: dict[tuple[str, str], list[dict]] = {}
+        for place, row in file_rows(self.located()):
+            problem = f"{place} is not an article of QuALITY with labeled questions of four options"
+            with well_formed(problem, "fetch it again"):
+                key = field(row, "article_id", str | int), field(row, "article").strip()
+                labeled = [each for each in field(row, "questions", list) if each.get("gold_label") is not None]
+                valid = (
+                    field(each, "question") and len(texts(each, "options")) == 4 and each["gold_label"] in (1, 2, 3, 4)
+                    for each in labeled
+                )  # fmt: skip
+                if not key[1] or not all(valid):
+                    raise ValueError(row)
+                articles.setdefault(key, []).extend(labeled)
+        return {article: questions for article, questions in articles.items() if questions}
+
+    @property
+    def data(self) -> str:
+        articles = f"first {self.articles} articles" if self.articles else "all articles"
+        return f"{self.file}, {articles}, {self.subset} questions"
+
+
+@dataclass(frozen=True)
+class LongHealth(Lettered):
+    """A context is the records of `patients` patients, in the order of their ids; those left over are not asked.
+
+    RestoreKV's own evaluation takes one patient; if there are several, every question names its patient.
+    """
+
+    name, title = "longhealth", "LongHealth"
+    file = "benchmark_v5.json"
+    source = "github.com/kbressem/LongHealth (data/benchmark_v5.json)"
+    license = "Apache-2.0"
+
+    patients: int = 1
+
+    def __post_init__(self) -> None:
+        if self.patients < 1:
+            raise RestoreKVError(f"A context of LongHealth has at least 1 patient, not {self.patients}.")
+
+    def samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
+        path = self.located()
+        rows = [row for _, row in file_rows(path)]
+        if len(rows) != 1 or not isinstance(rows[0], dict) or not rows[0]:
+            raise RestoreKVError(f"{path} is not one JSON object of patients; fetch it again.")
+        read = [self.read(name, rows[0][name], protocol) for name in sorted(rows[0])]
+        for start in range(0, len(read) - self.patients + 1, self.patients):
+            group = read[start : start + self.patients]
+            questions = tuple(question for sample in group for question in sample.questions)
+            context = "\n\n".join(filter(None, (sample.context for sample in group))).strip()
+            yield Sample("+".join(sample.id for sample in group), context, questions)
+
+    def read(self, name: str, patient: dict, protocol: str) -> Sample:
+        """Returns the records of a patient, each between tags of its name, with all questions."""
+        problem = f"{self.located()}: {name} lacks texts or questions in the form of version 5"
+        with well_formed(problem, "fetch it again"):
+            records = field(patient, "texts", dict)
+            blocks = [f"<{title}>\n{field(records, title)}\n</{title}>" for title in records]
+            about = ", ".join(f"{key.capitalize()}: {field(patient, key)}" for key in PATIENT)
+            intro = f"About patient ID {name}, {about}: " if self.patients > 1 else ""
+            questions = [self.read_question(name, row, intro, protocol) for row in field(patient, "questions", list)]
+            return Sample(name, "\n\n".join(blocks), tuple(questions))
+
+    def read_question(self, name: str, row: dict, intro: str, protocol: str) -> Question:
+        """Returns a question of the file, which gives the right answer by its text and may lack options."""
+        keys = [f"answer_{letter.lower()}" for letter in LETTERS]
+        options = [field(row, key) for key in keys if row.get(key)]
+        stripped = [option.strip() for option in options]
+        right = field(row, "correct").strip()
+        if right not in stripped:
+            raise RestoreKVError(f"{self.located()}: question {row['No']} of {name} has no right option; fix the file.")
+        text = intro + field(row, "question").strip()
+        return self.question(f"{name}-{row['No']}", text, options, stripped.index(right), protocol)
+
+    @property
+    def data(self) -> str:
+        return f"{self.file}, patients a context: {self.patients}"
