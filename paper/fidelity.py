@@ -92,13 +92,8 @@ def tables(experiment: Comparison, setting: Setting, known: Mapping[Asked, Fidel
             lines.append(TableRow([row.label, *made], strong=name in experiment.against and row.adapter is not None))
     others = {experiment.rows[row].label for row in experiment.against.values()}
     note = NOTE.format(against=others.pop() if len(others) == 1 else "its base")
-<<<<<<< HEAD
-    title = f"{exhibit.title}: {setting.benches[key].shown}, fidelity to the full cache"
-    yield Table(f"{exhibit.name}-{key}-fidelity", title, head, lines, note, list(figures(exhibit, known, key)))
-=======
     title = f"{experiment.title}: {setting.benches[key].shown}, fidelity to the full cache"
-    yield table(f"{experiment.name}-{key}-fidelity", title, head, lines, note, list(figures(experiment, known, key)))
->>>>>>> h-data
+    yield Table(f"{experiment.name}-{key}-fidelity", title, head, lines, note, list(figures(experiment, known, key)))
 
 
 def cells(experiment: Comparison, known: Mapping[Asked, Fidelity], spot: Asked) -> list[TableCell]:

@@ -31,17 +31,10 @@ def tables(experiment: Comparison, setting: Setting, scores: Scores, benchmark: 
             groups.setdefault(place.ratio if split else None, []).append(place)
     for ratio, places in groups.items():
         title = setting.benches[benchmark].shown + (f", r = {ratio:g}" if ratio else "")
-<<<<<<< HEAD
-        name = f"{exhibit.name}-{benchmark}" + (f"-{ratio:g}" if ratio else "")
-        head, rows = (by_place if ratio else by_row)(exhibit, scores, places)
-        notes = " ".join(filter(None, (note(exhibit), left_out(setting, scores, benchmark))))
-        yield Table(name, f"{exhibit.title}: {title}", head, rows, notes, list(figures(exhibit, scores, places)))
-=======
         name = f"{experiment.name}-{benchmark}" + (f"-{ratio:g}" if ratio else "")
         head, rows = (by_place if ratio else by_row)(experiment, scores, places)
         notes = " ".join(filter(None, (note(experiment), left_out(setting, scores, benchmark))))
-        yield table(name, f"{experiment.title}: {title}", head, rows, notes, list(figures(experiment, scores, places)))
->>>>>>> h-data
+        yield Table(name, f"{experiment.title}: {title}", head, rows, notes, list(figures(experiment, scores, places)))
 
 
 def note(experiment: Comparison) -> str:

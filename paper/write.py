@@ -10,14 +10,9 @@ import numpy as np
 
 from paper import fidelity, plan, record, shown
 from paper.carry_out import Done
-<<<<<<< HEAD
-from paper.exhibit import Comparison
-from paper.markdown import markdown
-from paper.plan import Exhibit
-=======
 from paper.experiment import Comparison
+from paper.markdown import markdown
 from paper.plan import Experiment
->>>>>>> h-data
 from paper.scores import FAILS, HOLDS, NOISE, Judged, judged, verdict
 from paper.setting import Setting
 from paper.study import Study
@@ -145,11 +140,7 @@ def timed(experiment: Comparison, took: Mapping[str, Mapping[str, float]]) -> Ta
         "Taken while the grid ran, so other work on the machine counts."
     )
     head = ["method", "seconds a context, here", "seconds, paper"]
-<<<<<<< HEAD
-    return Table(f"{exhibit.name}-seconds", "Seconds to make a cache", head, lines, note)
-=======
-    return table(f"{experiment.name}-seconds", "Seconds to make a cache", head, lines, note)
->>>>>>> h-data
+    return Table(f"{experiment.name}-seconds", "Seconds to make a cache", head, lines, note)
 
 
 def introduction(setting: Setting, results: Mapping[Cell, Result], claims: Sequence[Judged]) -> list[str]:
