@@ -35,9 +35,12 @@ ASKED = Question("0-0", "task", " who lives in the red house? ", ("seven",), 4)
 class Pairs:
     """Every two characters are an id, so that it shows whether two texts were tokenised as one."""
 
-    chat_template, bos_token, model_max_length = None, "<s>", 10**30
+    chat_template, bos_token, model_max_length, added_tokens_decoder = None, "<s>", 10**30, {}
 
-    def encode(self, text, add_special_tokens=True):
+    def __len__(self):
+        return 1
+
+    def encode(self, text, add_special_tokens=True, verbose=True):
         assert not add_special_tokens
         return [ord(a) * 1000 + ord(b) for a, b in zip(text[::2], text[1::2] + " " * (len(text) % 2), strict=True)]
 

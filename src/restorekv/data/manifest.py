@@ -19,6 +19,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.files import write_json
 from restorekv.model.load import model_fingerprint, model_name, rope_fingerprint
 from restorekv.model.prompt import template_hash
+from restorekv.model.tokenize import text_ids
 
 FORMAT, VERSION, NAME = "restorekv-data", 1, "manifest.json"
 RECORD, PARTS = "build.json", "parts"
@@ -49,7 +50,7 @@ def model_facts(model: PreTrainedModel, tokenizer: Tokenizer) -> dict:
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
     """Returns 16 hex digits of the vocabulary and of how a text full of traps is split."""
-    facts = [sorted(tokenizer.get_vocab().items()), tokenizer.encode(PROBE, add_special_tokens=False)]
+    facts = [sorted(tokenizer.get_vocab().items()), text_ids(tokenizer, PROBE)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 

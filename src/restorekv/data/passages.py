@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.data.config import BuildConfig
 from restorekv.data.documents import Document, DropRow, Reader, row_by_row, text_of
+from restorekv.model.tokenize import token_places
 
 STORIES_LICENSE, NOVELS_LICENSE, SECTIONS_LICENSE = "apache-2.0", "public-domain", "cc0-1.0"
 HUMAN, FACT, REPEAT, LISTED = "human", "fact", "repeat", "list"
@@ -63,7 +64,7 @@ def passages(
     Lengths are log-uniform between `config.passage_shortest` and `config.passage_longest` tokens.
     """
     rng = random.Random(f"{config.seed} passages {name}")
-    places = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+    places = token_places(tokenizer, text)
     low, high = math.log(config.passage_shortest), math.log(config.passage_longest)
     spare = max(len(places) - count * config.passage_longest, 0)
     start = 0

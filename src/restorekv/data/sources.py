@@ -27,6 +27,7 @@ from restorekv.data.config import BuildConfig
 from restorekv.data.documents import Document, DropRow, Reader, row_by_row, text_of, whole
 from restorekv.data.passages import NOVELS_LICENSE, SECTIONS_LICENSE, STORIES_LICENSE, passage_reader
 from restorekv.errors import RestoreKVError
+from restorekv.model.tokenize import token_places
 
 LONGALPACA_LICENSE, PG19_LICENSE, FLAN_LICENSE = "cc-by-nc-4.0", "apache-2.0", "odc-by"
 FLAN_SUBSET = "flan_v2"
@@ -95,9 +96,7 @@ def pg19(index: int, row: dict, config: BuildConfig, tokenizer: Tokenizer) -> It
 
 def chunks_of(tokenizer: Tokenizer, text: str, size: int) -> Iterator[str]:
     """Cuts the text into stretches of `size` tokens and drops the rest at the end."""
-    if not tokenizer.is_fast:
-        raise RestoreKVError("Cutting books needs a tokenizer that maps tokens to characters; use a fast tokenizer.")
-    places = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+    places = token_places(tokenizer, text)
     for start in range(0, len(places) - size + 1, size):
         yield text[places[start][0] : places[start + size - 1][1]]
 

@@ -136,10 +136,10 @@ class KVzipOwn(Protocol):
 
     def whole_context(self, model: str, tokenizer: Tokenizer, text: str) -> Context:
         before, after = self.surroundings(model, tokenizer)
-        prefix, article, suffix = (encode(tokenizer, piece) for piece in (before, text, after))
+        prefix, article = encode(tokenizer, before=before), encode(tokenizer, text)
         if not article.shape[-1]:
             raise RestoreKVError("The context is empty; give a text with at least one word.")
-        return Context(torch.cat([prefix, article], -1), prefix.shape[-1], suffix, after)
+        return Context(torch.cat([prefix, article], -1), prefix.shape[-1], encode(tokenizer, after=after), after)
 
     def prompt(self, tokenizer: Tokenizer, context: Context, question: Question) -> Tensor:
         text = question.text if question.facts.get("bare") else f"Q: {question.text}"

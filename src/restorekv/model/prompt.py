@@ -1,4 +1,4 @@
-"""Text to token ids through any chat template; no other module uses templates.
+"""Text to token ids through any chat template; no other module uses templates, and tokenize.py alone calls tokenizers.
 
 The template is rendered around a separator and split there, as kvpress does. What precedes the separator, with the
 text, is the context that is compressed; what follows it closes the user's turn after every question.
@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.errors import RestoreKVError
+from restorekv.model.tokenize import text_ids
 
 SEPARATOR = "<restorekv-separator>"
 BETWEEN = "\n\n"  # separates a question from the document, unless the tokenizer's config has another `between`
@@ -54,16 +55,16 @@ def make_context(tokenizer: Tokenizer, text: str | Sequence[int] | Tensor, betwe
     says what; benchmarks and training data word theirs whole.
     """
     before, after = around(tokenizer)
-    prefix = encode(tokenizer, before)
+    prefix = encode(tokenizer, before=before)
     if isinstance(text, str):
         if not text.strip():
             raise RestoreKVError("The context is empty; give a text with at least one word.")
-        ids = encode(tokenizer, before + text)
+        ids = encode(tokenizer, text, before)
     else:
         ids = torch.cat([prefix, token_ids(tokenizer, text)], -1)
     if ids.shape[-1] <= prefix.shape[-1]:
         raise RestoreKVError("The context has no tokens besides the chat template; give a longer text.")
-    return Context(ids, prefix.shape[-1], encode(tokenizer, after), after, between)
+    return Context(ids, prefix.shape[-1], encode(tokenizer, after=after), after, between)
 
 
 def token_ids(tokenizer: Tokenizer, ids: Sequence[int] | Tensor) -> Tensor:
@@ -88,7 +89,7 @@ def question_ids(
         raise RestoreKVError(f"A question is text, not {type(question).__name__}; give several to ask, as a list.")
     if not question.strip() and not empty:
         raise RestoreKVError("The question is empty; ask something.")
-    return encode(tokenizer, context.between + question + context.suffix_text + answer_prefix)
+    return encode(tokenizer, context.between + question, after=context.suffix_text, more=answer_prefix)
 
 
 def template_hash(tokenizer: Tokenizer) -> str:
@@ -112,7 +113,6 @@ def around(tokenizer: Tokenizer) -> tuple[str, str]:
     return before, after
 
 
-def encode(tokenizer: Tokenizer, text: str) -> Tensor:
-    """Returns (1, length) int64 without any special tokens that the tokenizer would add itself."""
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    return torch.tensor([ids], dtype=torch.long)
+def encode(tokenizer: Tokenizer, text: str = "", before: str = "", after: str = "", more: str = "") -> Tensor:
+    """Returns the ids (1, length) int64 of `text_ids`."""
+    return torch.tensor([text_ids(tokenizer, text, before, after, more)], dtype=torch.long)

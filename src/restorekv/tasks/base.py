@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import spec
 from restorekv.errors import RestoreKVError
+from restorekv.model.tokenize import text_ids
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def apart(question: str, protocol: str) -> str:
 
 def token_counter(tokenizer: Tokenizer) -> Callable[[str], int]:
     """Returns a function that counts the tokens of a text, without special tokens and without a warning if long."""
-    return lambda text: len(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+    return lambda text: len(text_ids(tokenizer, text))
 
 
 def digest(samples: Iterable[Sample]) -> str:

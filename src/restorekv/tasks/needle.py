@@ -10,6 +10,7 @@ from itertools import cycle
 from pathlib import Path
 
 from restorekv.errors import RestoreKVError
+from restorekv.model.tokenize import text_ids
 from restorekv.tasks import prose
 from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, apart
 from restorekv.tasks.metrics import contains
@@ -44,7 +45,7 @@ class Needle(Benchmark):
     def samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
         """Yields the same haystack for every length and depth, with the needle after a full stop."""
         lengths = sorted({int(length) for length in self.lengths.split("+")})
-        needle = ids_of(tokenizer, NEEDLE)
+        needle = text_ids(tokenizer, NEEDLE)
         if lengths[0] <= len(needle):
             raise RestoreKVError(f"A length of {lengths[0]} ids has no room for the needle, which has {len(needle)}.")
         haystack = first_ids(self.parts(), tokenizer, lengths[-1])
@@ -94,9 +95,9 @@ def first_ids(parts: Iterator[str], tokenizer: Tokenizer, size: int) -> list[int
     text, expected, ids = "", 0, []
     while len(ids) < size:
         text += (part := next(parts))
-        expected += len(ids_of(tokenizer, part))
+        expected += len(text_ids(tokenizer, part))
         if expected >= size:
-            ids = ids_of(tokenizer, text)  # fewer than expected if ids merge across parts
+            ids = text_ids(tokenizer, text)  # fewer than expected if ids merge across parts
             expected = len(ids)
     return ids
 
@@ -106,8 +107,3 @@ def after_full_stop(tokenizer: Tokenizer, ids: list[int], place: int) -> int:
     while place and tokenizer.decode([ids[place - 1]]).strip() != ".":
         place -= 1
     return place
-
-
-def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Tokenizes without a warning about long texts, since the haystack is cut later."""
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -1,0 +1,127 @@
+"""Text is text: control tokens that a user's text spells are encoded as characters; only the chat template writes them.
+
+Control tokens are the special ones and those added tokens with punctuation that the chat template names, such as
+`<think>`. Other added tokens, such as runs of spaces, are vocabulary. Text without control tokens goes to the tokenizer
+as it is. Other text goes to a copy of the tokenizer whose control tokens have names that no text can spell; of two
+simpler ways, `split_special_tokens` also splits the template's, keeps `<think>`, and finds `</s>` among the words of a
+Unigram model; encoding the pieces between control tokens adds a space to each piece with Llama's first tokenizer.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import tokenizers
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv.errors import RestoreKVError
+
+COPIES: WeakKeyDictionary[Tokenizer, tuple[tuple, "Renamed"]] = WeakKeyDictionary()
+CONTROL: WeakKeyDictionary[Tokenizer, tuple[tuple, dict[int, str]]] = WeakKeyDictionary()
+
+
+def text_ids(tokenizer: Tokenizer, text: str, before: str = "", after: str = "", more: str = "") -> list[int]:
+    """Returns the ids of before + text + after + more, tokenized as one, without BOS and EOS.
+
+    `before` and `after` are the template's; `text` and `more` are the user's.
+    """
+    ids = tokenizer.encode(before + text + after + more, add_special_tokens=False, verbose=False)
+    control = control_tokens(tokenizer)
+    written = [control_of(tokenizer.encode(part, add_special_tokens=False), control) for part in (before, after)]
+    if control_of(ids, control) == [*written[0], *written[1]]:
+        return ids
+    copy = renamed(tokenizer)
+    if copy is not None:
+        before, after = (copy.named(part, own) for part, own in zip((before, after), written, strict=True))
+        return copy.backend.encode(before + text + after + more, add_special_tokens=False).ids
+    refuse(control.values(), text + more)
+    return ids  # an unknown character, whose id is a control token's
+
+
+def token_places(tokenizer: Tokenizer, text: str) -> list[tuple[int, int]]:
+    """Returns where each token of a user's text starts and ends in it, in characters."""
+    if not tokenizer.is_fast:
+        raise RestoreKVError("Cutting texts needs a tokenizer that maps tokens to characters; use a fast tokenizer.")
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    copy = renamed(tokenizer) if control_of(found["input_ids"], control_tokens(tokenizer)) else None
+    return copy.backend.encode(text, add_special_tokens=False).offsets if copy else found["offset_mapping"]
+
+
+def control_of(ids: Iterable[int], control: dict[int, str]) -> list[int]:
+    return [each for each in ids if each in control]
+
+
+def control_tokens(tokenizer: Tokenizer) -> dict[int, str]:
+    """Returns the control tokens by their ids."""
+
+    def find() -> dict[int, str]:
+        template = str(tokenizer.chat_template)
+        return {
+            number: token.content
+            for number, token in tokenizer.added_tokens_decoder.items()
+            if token.special or (re.search(r"[^\w\s]", token.content) and token.content in template)
+        }
+
+    return remembered(CONTROL, tokenizer, find)
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """A copy of a tokenizer with the same ids, whose control tokens have secret names."""
+
+    backend: tokenizers.Tokenizer
+    names: dict[int, tuple[str, str]]  # the usual name and the secret one
+
+    def named(self, text: str, ids: Iterable[int]) -> str:
+        """Returns a text of the template with the secret names of those control tokens that the tokenizer sees in it.
+
+        It misses some: a normalizer that prepends a space to every text does so to a token's name, too.
+        """
+        names = dict(sorted((self.names[each] for each in ids), key=lambda pair: -len(pair[0])))
+        return re.sub("|".join(map(re.escape, names)), lambda match: names[match[0]], text) if names else text
+
+
+def renamed(tokenizer: Tokenizer) -> Renamed | None:
+    """Returns such a copy, which is made once, or None where the tokenizer is not a fast one."""
+    return remembered(COPIES, tokenizer, lambda: rename(tokenizer)) if getattr(tokenizer, "is_fast", False) else None
+
+
+def rename(tokenizer: Tokenizer) -> Renamed:
+    """Renames added tokens, words and merges alike, so that neither the splitter nor the model finds an old name."""
+    control = control_tokens(tokenizer)
+    names = {old: f"control{secrets.token_hex(16)}" for old in control.values()}
+    parts = json.loads(tokenizer.backend_tokenizer.to_str())
+    parts.update(truncation=None, padding=None, post_processor=None)  # they add tokens and remove some
+    for token in parts["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    model = parts["model"]
+    words = model["vocab"]
+    if isinstance(words, dict):
+        model["vocab"] = {names.get(word, word): number for word, number in words.items()}
+    else:
+        model["vocab"] = [[names.get(word, word), *score] for word, *score in words]
+    if "merges" in model:
+        model["merges"] = [pair for pair in model["merges"] if not {*pair, "".join(pair)} & names.keys()]
+    if isinstance(model.get("unk_token"), str):
+        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+    backend = tokenizers.Tokenizer.from_str(json.dumps(parts))
+    if any(backend.token_to_id(names[old]) != number for number, old in control.items()):
+        raise RestoreKVError("The text has control tokens, which this tokenizer cannot spell; take them out.")
+    return Renamed(backend, {number: (old, names[old]) for number, old in control.items()})
+
+
+def remembered(memory: WeakKeyDictionary, tokenizer: Tokenizer, make: Callable[[], object]) -> object:
+    """Returns what `make` returned for this tokenizer, unless tokens were added or the template changed since."""
+    state = (len(tokenizer), str(tokenizer.chat_template))
+    if memory.get(tokenizer, (None,))[0] != state:
+        memory[tokenizer] = state, make()
+    return memory[tokenizer][1]
+
+
+def refuse(control: Iterable[str], text: str) -> None:
+    """Refuses a text that spells a control token, for tokenizers that cannot encode it as characters."""
+    if spelled := [each for each in control if each in text]:
+        raise RestoreKVError(f"The text has {spelled[0]}, a control token of a slow tokenizer; take it out.")
