@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from restorekv.cli import options
-from restorekv.cli.session import open_model, output, phase
+from restorekv.cli.session import open_model, output, phase, yarn_of
 from restorekv.compression.context import CompressedContext, ask_many
 from restorekv.compression.context_file import read
 from restorekv.errors import RestoreKVError
@@ -41,7 +41,7 @@ def run(
         check_target(json)
     key = read_key(sign_key)
     stored = [read(each, key) for each in files]  # wrong files are refused before a model is loaded
-    loaded, tokenizer = open_model(model or stored[0].manifest.model, dtype, device)
+    loaded, tokenizer = open_model(model or stored[0].manifest.model, dtype, device, yarn_of(stored[0].manifest.rope))
     compressed = [CompressedContext.load(each, loaded, tokenizer) for each in stored]
     start = time.perf_counter()
     rows = [{"file": str(each), "question": question} for each in files for question in questions]

@@ -43,6 +43,8 @@ def run(
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
     sign_key: options.SignKey = None,
+    max_context: options.MaxContext = "refuse",
+    yarn: options.Yarn = None,
     json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
 ) -> None:
     evictor = checked(ratio, tokens_per_head, evictor, preset, storage)
@@ -51,7 +53,7 @@ def run(
         check_target(target)
     key = read_key(sign_key)
     text = read_text(file)
-    loaded, tokenizer = open_model(model, dtype, device)
+    loaded, tokenizer = open_model(model, dtype, device, yarn)
     start = time.perf_counter()
     with notes.status("compressing") as status:
         compressed = compress(
@@ -59,7 +61,7 @@ def run(
             adapter=None if adapter == "none" else adapter, restore_tokens=restore_tokens,
             prefix_policy=prefix_policy, on_small_budget=on_small_budget, allocation=allocation,
             restore_from=restore_from, offset=offset,
-            storage=storage, streaming=streaming, offload=offload, progress=status.update,
+            storage=storage, streaming=streaming, offload=offload, max_context=max_context, progress=status.update,
         )  # fmt: skip
         seconds = time.perf_counter() - start
         status.update("saving")
@@ -86,7 +88,8 @@ def summary(compressed: CompressedContext, out: Path, seconds: float) -> dict[st
     m = compressed.manifest
     full = (m.prefix + m.tokens) * m.shape["layers"] * m.shape["heads"]
     return {
-        "context": f"T = {m.tokens:,} tokens, chat prefix S = {m.prefix:,} ({m.prefix_policy})",
+        "context": f"T = {m.tokens:,} tokens, chat prefix S = {m.prefix:,} ({m.prefix_policy})"
+        + f", {m.cut:,} tokens were cut" * bool(m.cut),
         "method": method_of(m),
         "budget": f"r = {float(Fraction(m.ratio)):g}: {m.pairs:,} KV pairs",
         "held": f"{m.pairs_held:,} of {full:,} pairs with the prefix ({m.pairs_held / full:.1%})",

@@ -79,7 +79,7 @@ def facts(survivors: Survivors) -> dict[str, str]:
         "model": f"{escape(m.model)} ({m.dtype}, fingerprint {m.fingerprint})",
         "method": method_of(m),
         "context": f"T = {m.tokens:,} tokens, chat prefix S = {m.prefix:,} ({m.prefix_policy}, "
-        f"small budget: {m.on_small_budget})",
+        f"small budget: {m.on_small_budget})" + f", {m.cut:,} tokens were cut" * bool(m.cut),
         "budget": f"r = {float(Fraction(m.ratio)):g}: {m.pairs:,} KV pairs, {m.pairs_held:,} held of {full:,}",
         "bytes": f"{size(m.bytes_held)} of {size(m.bytes_full)} ({m.bytes_held / m.bytes_full:.1%})",
         "tokens": f"{m.tokens - survivors.forgotten:,} of {m.tokens:,} survive in at least one head",

@@ -50,6 +50,10 @@ SignKey = Annotated[
     Path | None,
     typer.Option(help="A file with a secret of 16 bytes or more: signs what is written, refuses what it did not sign."),
 ]
+MaxContext = Annotated[str, typer.Option(help="A context too long for the model's positions: refuse, or cut its end.")]
+Yarn = Annotated[
+    float | None, typer.Option(help="Stretch the model's positions by this factor; ask does the same with the file.")
+]
 RestoreTokens = Annotated[
     int | None,
     typer.Option(min=1, help="Use the adapter's first so many restore tokens; train it with --nested."),

@@ -1,9 +1,10 @@
 """Helpers for several commands: read a text, open a model, show progress, print figures."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -40,12 +41,20 @@ def quiet() -> None:
     logging.disable_progress_bar()
 
 
-def open_model(name: str, dtype: str = "auto", device: str = "cpu") -> tuple[PreTrainedModel, Tokenizer]:
+def open_model(
+    name: str, dtype: str = "auto", device: str = "cpu", rope: Mapping[str, object] | float | None = None
+) -> tuple[PreTrainedModel, Tokenizer]:
     """Calls `load_model` without the remarks that transformers prints."""
     check_dtype(dtype)
     quiet()
     with phase(f"loading {name}"):
-        return load_model(name, dtype, device)
+        return load_model(name, dtype, device, rope)
+
+
+def yarn_of(rope: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the YaRN that a cache was made with, for `load_model`, or None."""
+    names = ("rope_type", "factor", "original_max_position_embeddings")
+    return {name: rope[name] for name in names if name in rope} if rope.get("rope_type") == "yarn" else None
 
 
 @contextmanager

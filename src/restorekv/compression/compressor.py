@@ -44,7 +44,7 @@ from restorekv.model.load import SHIPPING, canonical, model_fingerprint, model_n
 from restorekv.model.observer import observe_layers
 from restorekv.model.offload import offloaded, trim_heap
 from restorekv.model.prefill import prefill
-from restorekv.model.prompt import Context, default_between, make_context, template_hash
+from restorekv.model.prompt import Context, default_between, fit, make_context, tell_beyond, template_hash
 from restorekv.model.shape import CacheShape
 from restorekv.restore import publish
 from restorekv.restore.adapter import RestoreAdapter
@@ -110,6 +110,7 @@ class Eviction(Compressor):
         tell = progress or (lambda phase: None)
         if isinstance(context, str):
             context = make_context(tokenizer, context)
+        tell_beyond(model, context.positions, "The context")
         if self.streaming is not None:
             how = self.evictor, self.conventions, self.streaming, self.adapter
             return StreamedContext(model, tokenizer, context, *how, tell)
@@ -153,7 +154,7 @@ def compress(
     prefix_policy: PrefixPolicy = "free", on_small_budget: OnSmallBudget = "error", allocation: str = "global",
     restore_from: RestoreFrom = "full", offset: int = 0,
     storage: str = "model", streaming: int | None = None, offload: bool = False,
-    between: str | None = None, progress: Progress | None = None,
+    between: str | None = None, max_context: str = "refuse", progress: Progress | None = None,
 ) -> CompressedContext:  # fmt: skip
     """Compresses a text, or its token ids, to `ratio` (0.1 unless given) of its KV pairs or to `tokens_per_head`.
 
@@ -164,12 +165,14 @@ def compress(
     `storage` "int8" or "fp8" stores the kept pairs in 8 bits a number. `streaming` compresses while the prefill reads
     so many tokens at a time and never holds the full cache: an approximation, see streaming.py. `offload` keeps all but
     one layer of the full cache in a temporary file, on a GPU in the host's memory, and changes nothing else. `between`
-    separates the text from every question (None: what the tokenizer's config names, or a blank line).
+    separates the text from every question (None: what the tokenizer's config names, or a blank line). `max_context`
+    "cut" drops the end of a context that is too long for the model's positions, instead of refusing it.
     """
     quantized.check(storage)
     conventions = CompressionConfig(prefix_policy, on_small_budget, allocation, restore_from, offset)
     compressor = make_compressor(chosen_evictor(evictor, preset), conventions, streaming)
     parsed = make_context(tokenizer, context, default_between(tokenizer) if between is None else between)
+    parsed, cut = fit(model, parsed, max_context, offset)
     size = model, parsed, conventions, ratio, tokens_per_head
     budget_for(*size)  # refuses a bad ratio before any work is done
     restorer = load_adapter(model, adapter, compressor, restore_tokens, parsed.between)
@@ -183,7 +186,7 @@ def compress(
         with timed(seconds, "evict"):
             if storage != "model":
                 cache.store(storage)
-        manifest = describe(tokenizer, chosen, prepared, budget, cache, prepared.seconds | seconds, storage)
+        manifest = describe(tokenizer, chosen, prepared, budget, cache, prepared.seconds | seconds, storage, cut)
     del prepared  # and what is left of the full cache
     trim_heap()
     return CompressedContext(model, tokenizer, parsed, cache, manifest)
@@ -266,7 +269,7 @@ def shipped_adapter(model: str, evictor: str) -> Path | None:
 
 def describe(
     tokenizer: Tokenizer, compressor: Compressor, prepared: PreparedContext, budget: Budget, cache: RaggedCache,
-    seconds: dict[str, float], storage: str,
+    seconds: dict[str, float], storage: str, cut: int = 0,
 ) -> Manifest:  # fmt: skip
     """Returns the record of a compression: everything that a reader of the cache file needs to know."""
     model, context, conventions = prepared.model, prepared.context, prepared.conventions
@@ -284,5 +287,5 @@ def describe(
         bytes_full=shape.layers * shape.heads * context.positions * pair_bytes, bytes_held=cache.nbytes,
         seconds={phase: round(value, 4) for phase, value in seconds.items()},
         versions={"restorekv": __version__, **versions, "python": platform.python_version()},
-        storage=storage, streaming=prepared.streaming, between=context.between,
+        storage=storage, streaming=prepared.streaming, between=context.between, cut=cut,
     )  # fmt: skip

@@ -58,6 +58,7 @@ class Manifest:
     storage: str = "model"  # of the retained pairs: the model's dtype, or "int8", "fp8"; new in version 3
     streaming: int | None = None  # tokens of a part when it was compressed as the prefill went; new in version 3
     between: str = ""  # what stands before every question; files that do not say it were asked without
+    cut: int = 0  # tokens of the text's end that were left out because the model has no positions for them
 
     def described(self) -> dict:
         """Returns the manifest as files hold it."""

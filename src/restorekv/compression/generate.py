@@ -18,7 +18,7 @@ from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.decode_graph import Steps, last_of
 from restorekv.errors import RestoreKVError
 from restorekv.model.attention.naive import causal
-from restorekv.model.prompt import Context, question_ids
+from restorekv.model.prompt import Context, question_ids, tell_beyond
 
 BATCH = 16
 OnText = Callable[[str], None]
@@ -71,6 +71,8 @@ def answer_ids(
     prompts = [prompt.flatten().cpu() for prompt in prompts]
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     caches = [caches] * len(prompts) if isinstance(caches, RaggedCache) else list(caches)
+    ends = [each.get_seq_length() + len(ids) + limit for each, ids, limit in zip(caches, prompts, limits, strict=True)]
+    tell_beyond(model, max(ends, default=0), "A question with the longest answer allowed")
     answers, stops = [], stop_ids(model, tokenizer)
     for start in range(0, len(prompts), BATCH):
         part = slice(start, start + BATCH)

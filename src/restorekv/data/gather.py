@@ -21,6 +21,7 @@ from restorekv.data.overlap import Evaluations, words
 from restorekv.data.self_study import SelfStudy
 from restorekv.data.sources import Source
 from restorekv.errors import RestoreKVError
+from restorekv.model.load import longest
 from restorekv.model.prompt import Context, encode, make_context
 
 MARGIN = 64  # positions reserved for the wording around the longest question
@@ -89,15 +90,13 @@ class LengthFilter:
 
 def longest_context(model: PreTrainedModel, tokenizer: Tokenizer, config: BuildConfig) -> int:
     """Returns `config.longest`, or fewer tokens where the model has no positions for them, a question and an answer."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if not positions:
-        return config.longest
+    positions = longest(model.config)
     frame = make_context(tokenizer, "a")
     tail = frame.suffix.shape[-1] + config.question_tokens + max(config.answer_tokens, config.flan_answer_tokens)
-    longest = min(config.longest, positions - frame.prefix - tail - MARGIN)
-    if longest < 1:
+    most = min(config.longest, positions - frame.prefix - tail - MARGIN)
+    if most < 1:
         raise RestoreKVError(f"The model's {positions} positions are too few for such answers; ask for shorter ones.")
-    return longest
+    return most
 
 
 @dataclass

@@ -7,6 +7,7 @@ machine without it does not wait, and so that an unstable connection does not ch
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -29,6 +30,8 @@ SMOLLM2, SMOLLM2_ID, SMOLLM2_PACKAGE = "smollm2", "HuggingFaceTB/SmolLM2-135M-In
 NAMES = (SMOLLM2, TINY, BUNDLED)
 SHIPPING = (BUNDLED, SMOLLM2)  # the models for which the package has adapters and gates
 HOW = "give a model folder, a GGUF file, a hub id, 'smollm2' or 'tiny'"
+NO_LIMIT = sys.maxsize  # positions of a model that names no limit
+MOST_YARN = 64
 SAMPLES = 64  # values of every weight in a fingerprint
 TIMEOUT = 5  # seconds to wait for the hub
 WEIGHTS: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # where a model's weights came from
@@ -62,13 +65,14 @@ def load_model(
     name: str = BUNDLED,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
-    rope: Mapping[str, object] | None = None,
+    rope: Mapping[str, object] | float | None = None,
 ) -> tuple[PreTrainedModel, Tokenizer]:
     """Loads "smollm2", "tiny" (or "bundled"), a local folder, a GGUF file or a hub id; raises ModelError.
 
     A GGUF file, or a folder that holds one, is dequantized to float32 at the first call and kept (gguf.py).
     Attention goes through `restorekv.model.attention`. `rope` changes entries of the config's RoPE, such as
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}.
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}; a number is the factor of such a
+    YaRN over the model's own positions.
     """
     check_dtype(dtype)
     device = usable_device(device)
@@ -82,6 +86,8 @@ def load_model(
         model = AutoModelForCausalLM.from_pretrained(
             source.path, config=config, dtype=dtype, attn_implementation=attention.NAME, **local
         )
+    except RestoreKVError:
+        raise
     except Exception as error:  # transformers raises many kinds: missing, damaged, unreachable, unknown
         raise unloadable(name, error) from error
     CacheShape.of(model)
@@ -97,9 +103,15 @@ def check_dtype(name: str | torch.dtype) -> None:
         raise RestoreKVError(f"The dtype is one of {', '.join(DTYPES)}, not {name!r}.")
 
 
-def stretch(config: PretrainedConfig, rope: Mapping[str, object]) -> None:
+def stretch(config: PretrainedConfig, rope: Mapping[str, object] | float) -> None:
     """Changes the RoPE of a config and its number of positions."""
     text = config.get_text_config()
+    if not isinstance(rope, Mapping):
+        if not 1 < rope <= MOST_YARN:
+            raise RestoreKVError(f"YaRN's factor is more than 1 and at most {MOST_YARN}, not {rope:g}.")
+        if rope_fingerprint(text).get("rope_type") in ("yarn", "longrope", "dynamic", "linear", "llama3"):
+            raise RestoreKVError("The model's RoPE is stretched already; give all of its settings to load_model.")
+        rope = {"rope_type": "yarn", "factor": float(rope), "original_max_position_embeddings": longest(text)}
     text.rope_parameters = {**rope_fingerprint(text), **rope}
     text.max_position_embeddings = longest(text)
 
@@ -214,11 +226,17 @@ def logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 
 def longest(config: PretrainedConfig) -> int:
-    """Returns how many positions the model supports; a stretched RoPE (YaRN) multiplies the original number."""
+    """Returns how many positions the model supports, NO_LIMIT if its config does not say.
+
+    A stretched RoPE (YaRN) multiplies the original number.
+    """
     config = config.get_text_config()
-    rope = rope_fingerprint(config)
-    stretched = float(rope.get("factor") or 0) * float(rope.get("original_max_position_embeddings") or 0)
-    return max(config.max_position_embeddings, int(stretched))
+    rope, own = rope_fingerprint(config), getattr(config, "max_position_embeddings", None) or 0
+    original = rope.get("original_max_position_embeddings")
+    if rope.get("rope_type") in ("linear", "dynamic"):
+        original = original or own
+    stretched = float(rope.get("factor") or 0) * float(original or 0)
+    return max(own, int(stretched)) or NO_LIMIT
 
 
 def rope_fingerprint(config: PretrainedConfig) -> dict[str, object]:

@@ -6,16 +6,20 @@ text, is the context that is compressed; what follows it closes the user's turn 
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, warn
+from restorekv.model.load import longest
 from restorekv.model.tokenize import text_ids
 
 SEPARATOR = "<restorekv-separator>"
+ROOM = 256  # positions for restore tokens, a question and its answer after the longest context
+TOO_LONG = ("refuse", "cut")  # what happens to a longer one
 BETWEEN = "\n\n"  # separates a question from the document, unless the tokenizer's config has another `between`
 
 
@@ -65,6 +69,34 @@ def make_context(tokenizer: Tokenizer, text: str | Sequence[int] | Tensor, betwe
     if ids.shape[-1] <= prefix.shape[-1]:
         raise RestoreKVError("The context has no tokens besides the chat template; give a longer text.")
     return Context(ids, prefix.shape[-1], encode(tokenizer, after=after), after, between)
+
+
+def fit(model: PreTrainedModel, context: Context, too_long: str = "refuse", offset: int = 0) -> tuple[Context, int]:
+    """Returns the context and how many tokens of its end were cut, so that ROOM of the model's positions is left.
+
+    "refuse" raises RestoreKVError instead of cutting. An `offset` moves the question by so many positions.
+    """
+    if too_long not in TOO_LONG:
+        raise RestoreKVError(f"max_context is one of {', '.join(TOO_LONG)}, not {too_long!r}.")
+    limit = longest(model.config)
+    most = limit - min(ROOM, limit // 4) - offset - context.prefix - context.suffix.shape[-1]
+    over = context.tokens - most
+    if over <= 0:
+        return context, 0
+    if most < 1:
+        raise RestoreKVError(f"The model's {limit:,} positions have no room for a text; use a smaller offset.")
+    if too_long == "refuse":
+        raise RestoreKVError(
+            f"The context has {context.tokens:,} tokens, and the model's {limit:,} positions have room for {most:,} "
+            "and a question; shorten it, cut its end (--max-context cut) or stretch the model's RoPE (--yarn 2)."
+        )
+    return replace(context, ids=context.ids[:, : context.prefix + most]), over
+
+
+def tell_beyond(model: PreTrainedModel, positions: int, what: str) -> None:
+    """Warns where `what` needs more positions than the model has."""
+    if positions > (limit := longest(model.config)):
+        warn(f"{what} reaches beyond the model's {limit:,} positions; expect bad answers, or shorten it.")
 
 
 def token_ids(tokenizer: Tokenizer, ids: Sequence[int] | Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from restorekv.model import attention
 from restorekv.model.load import model_fingerprint
 from restorekv.model.observer import LayerView, observe_layers
 from restorekv.model.prefill import prefill
-from restorekv.model.prompt import Context, make_context
+from restorekv.model.prompt import Context, fit, make_context
 from restorekv.model.shape import CacheShape
 
 Progress = Callable[[int, int, str], None]  # done, total, what
@@ -78,7 +78,7 @@ def collect(
     facts = [model_fingerprint(model), str(model.dtype), target, tokens, seed]
     parts = []
     for index, text in enumerate(texts):
-        context, path = make_context(tokenizer, text), folder / f"{index:05d}.safetensors"
+        context, path = fit(model, make_context(tokenizer, text))[0], folder / f"{index:05d}.safetensors"
         origin = hashlib.sha256(json.dumps([facts, context.ids.tolist()]).encode()).hexdigest()[:16]
         if not path.exists():
             columns = sample_columns(context, tokens, f"{seed} {index}")

@@ -1,0 +1,112 @@
+"""A context that the model has no positions for is refused, cut or stretched, and everybody hears of it."""
+
+import json
+
+import pytest
+import torch
+from transformers import PretrainedConfig
+
+from restorekv import compress
+from restorekv.compression.compressor import Eviction
+from restorekv.compression.context import CompressedContext
+from restorekv.errors import RestoreKVError, RestoreKVWarning
+from restorekv.model.load import NO_LIMIT, load_model, longest
+from restorekv.model.prompt import ROOM, fit, make_context
+from tests.helpers.cli_world import cli
+from tests.helpers.models import build_model
+
+POSITIONS = 512
+TEXT = "the code of the red house is seven. " * 80
+SMALL = {"evictor": "knorm", "ratio": 0.3, "adapter": None}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build_model("llama", max_position_embeddings=POSITIONS)
+
+
+def test_a_long_context_is_refused(model, tiny_tokenizer):
+    with pytest.raises(RestoreKVError, match=r"512 positions have room for \d+ and a question; shorten it, cut"):
+        compress(model, tiny_tokenizer, TEXT, **SMALL)
+    with pytest.raises(RestoreKVError, match="one of refuse, cut, not 'stretch'"):
+        compress(model, tiny_tokenizer, "the code", max_context="stretch", **SMALL)
+
+
+def test_a_cut_is_recorded_and_leaves_room_for_a_question(model, tiny_tokenizer, tmp_path, recwarn):
+    whole = make_context(tiny_tokenizer, TEXT)
+    small = compress(model, tiny_tokenizer, TEXT, max_context="cut", **SMALL)
+    assert small.manifest.cut == whole.tokens - small.manifest.tokens > 0
+    assert torch.equal(small.context.ids, whole.ids[:, : small.context.positions])
+    assert small.context.positions + min(ROOM, POSITIONS // 4) + small.context.suffix.shape[-1] == POSITIONS
+    small.ask("Who lives in the red house?", max_new_tokens=2)
+    assert not [each for each in recwarn if issubclass(each.category, RestoreKVWarning)]
+    with pytest.warns(RestoreKVWarning, match="beyond the model's 512 positions"):
+        small.ask("Who?", max_new_tokens=200)
+    small.save(tmp_path / "doc.rkv")
+    assert CompressedContext.load(tmp_path / "doc.rkv", model, tiny_tokenizer).manifest.cut == small.manifest.cut
+
+
+def test_what_just_fits_is_whole(model, tiny_tokenizer):
+    context = make_context(tiny_tokenizer, TEXT)
+    most = POSITIONS - POSITIONS // 4 - context.prefix - context.suffix.shape[-1]
+    for tokens, cut in ((most, 0), (most + 1, 1)):
+        part = make_context(tiny_tokenizer, context.ids[0, context.prefix : context.prefix + tokens])
+        fitted, left = fit(model, part, "cut")
+        assert (fitted.tokens, left) == (min(tokens, most), cut)
+    assert fit(model, part, "cut", offset=10)[1] == 11
+    with pytest.raises(RestoreKVError, match="no room for a text"):
+        fit(model, part, "cut", offset=2**62)
+
+
+def test_preparing_a_long_context_is_told(model, tiny_tokenizer):
+    with pytest.warns(RestoreKVWarning, match="The context reaches beyond the model's 512 positions"):
+        Eviction.make("knorm").prepare(model, tiny_tokenizer, TEXT)
+
+
+@pytest.mark.parametrize(
+    ("rope", "own", "positions"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, 512, 2048),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}, 512, 1024),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16}, 512, 512),
+        ({"rope_type": "default"}, 512, 512),
+        ({"rope_type": "default"}, None, NO_LIMIT),
+        ({}, 0, NO_LIMIT),
+    ],
+)
+def test_positions_of_a_config(rope, own, positions):
+    config = PretrainedConfig()
+    config.rope_parameters = {"rope_theta": 1e4, **rope}
+    if own is not None:
+        config.max_position_embeddings = own
+    assert longest(config) == positions
+
+
+def test_yarn_from_the_command_line(model, tiny_tokenizer, tmp_path):
+    folder, text, out = tmp_path / "model", tmp_path / "text", tmp_path / "doc.rkv"
+    model.save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    text.write_text(TEXT)
+    command = ["compress", text, "--model", folder, "--evictor", "knorm", "--adapter", "none", "-o", out]
+    refused = cli(*command)
+    assert refused.code == 1 and "--yarn 2" in refused.err and not out.exists()
+    cut = cli(*command, "--max-context", "cut", "--json", tmp_path / "cut.json")
+    assert cut.code == 0 and "tokens were cut" in cut.out, cut
+    assert json.loads((tmp_path / "cut.json").read_text())["cut"] > 0
+    assert "tokens were cut" in cli("inspect", out).out
+    stretched = cli(*command, "--yarn", 4, "--json", tmp_path / "yarn.json")
+    assert stretched.code == 0, stretched
+    figures = json.loads((tmp_path / "yarn.json").read_text())
+    assert figures["cut"] == 0 and figures["rope"]["factor"] == 4.0
+    assert cli("ask", out, "Who?", "--max-new-tokens", 2).code == 0
+    assert "YaRN's factor is more than 1" in cli(*command, "--yarn", 0.5).err
+
+
+def test_yarn_needs_a_plain_model(model, tiny_tokenizer, tmp_path):
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    stretched, _ = load_model(str(tmp_path), rope=2)
+    assert longest(stretched.config) == 2 * POSITIONS
+    stretched.save_pretrained(tmp_path)
+    with pytest.raises(RestoreKVError, match="stretched already"):
+        load_model(str(tmp_path), rope=2)
