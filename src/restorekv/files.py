@@ -99,7 +99,7 @@ def alive(process: int) -> bool:
 def write_json(path: Path, content: object) -> None:
     """Writes indented UTF-8 JSON."""
     with replacing(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", "utf-8", "backslashreplace")
 
 
 # A file that someone else wrote is data: it is opened once, read once, and refused with a sentence unless it is whole.

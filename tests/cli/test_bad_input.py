@@ -172,8 +172,8 @@ CASES: dict[str, tuple[Build, str]] = {
     "empty stdin": (compress("-"), "empty"),
     "not UTF-8": (text(b"the code is \xff\xfe seven"), "not UTF-8"),
     "binary file": (text(b"\x7fELF\0\0\0\1"), "binary"),
-    "missing file": (compress("nowhere"), "No such file.*check the path"),
-    "a folder instead of a file": (compress("."), "Is a directory"),
+    "missing file": (compress("nowhere"), "does not exist; check its name"),
+    "a folder instead of a file": (compress("."), "not a regular file"),
     "context shorter than n": (
         lambda world, tmp: text(b"a", "--ratio", 1, "--adapter", world.adapter)(world, tmp),
         "fewer than the 8 restore tokens",

@@ -13,7 +13,15 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from restorekv import __version__
-from restorekv.cli.errors import UsageError, print_error, report_error, show_warnings, usage_message
+from restorekv.cli.errors import (
+    RECEIVED,
+    UsageError,
+    prepare_process,
+    print_error,
+    report_error,
+    show_warnings,
+    usage_message,
+)
 
 USE, MEASURE, TRAIN = "Use", "Measure", "Train"
 COMMANDS: dict[str, tuple[str, ...]] = {  # name: module, help, panel of `restorekv --help`
@@ -78,8 +86,10 @@ def root(
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs a command and exits with 0, 1 (an error), 2 (wrong usage) or 130 (Ctrl-C)."""
-    sys.exit(execute(sys.argv[1:] if args is None else list(args)))
+    """Runs a command and exits with 0, 1 (an error), 2 (wrong usage), 130 (Ctrl-C), 143 (SIGTERM) or 129 (SIGHUP)."""
+    prepare_process()
+    code = execute(sys.argv[1:] if args is None else list(args))
+    sys.exit(128 + RECEIVED[-1] if RECEIVED else code)
 
 
 def execute(args: list[str]) -> int:

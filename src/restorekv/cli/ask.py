@@ -45,16 +45,19 @@ def run(
     compressed = [CompressedContext.load(each, loaded, tokenizer) for each in stored]
     start = time.perf_counter()
     rows = [{"file": str(each), "question": question} for each in files for question in questions]
-    if len(rows) == 1:
-        answers = [compressed[0].ask(questions[0], max_new_tokens, stream=True)]
-    else:
-        with phase(f"answering {len(rows)} questions"):
-            by_file = ask_many([(each, questions) for each in compressed], max_new_tokens)
-        answers = list(chain.from_iterable(by_file))
-        for row, answer in zip(rows, answers, strict=True):
-            title = f"{row['file']}: {row['question']}" if len(files) > 1 else row["question"]
-            output.print(Text(title, style="bold"), soft_wrap=True)
-            output.print(Text("  " + answer.strip()), soft_wrap=True)
-    if json:
+    if len(rows) == 1 and json is None:
+        compressed[0].ask(questions[0], max_new_tokens, stream=True)
+        return
+    with phase(f"answering {len(rows)} questions"):
+        by_file = ask_many([(each, questions) for each in compressed], max_new_tokens)
+    answers = list(chain.from_iterable(by_file))
+    if json:  # before anything is printed, since whoever reads that may go away
         lines = [{**row, "answer": answer} for row, answer in zip(rows, answers, strict=True)]
         write_json(json, {"answers": lines, "seconds": round(time.perf_counter() - start, 4)})
+    if len(rows) == 1:
+        print(answers[0])
+        return
+    for row, answer in zip(rows, answers, strict=True):
+        title = f"{row['file']}: {row['question']}" if len(files) > 1 else row["question"]
+        output.print(Text(title, style="bold"), soft_wrap=True)
+        output.print(Text("  " + answer.strip()), soft_wrap=True)

@@ -66,9 +66,9 @@ def run(
         seconds = time.perf_counter() - start
         status.update("saving")
         compressed.save(out, key)
-    output.print(figures_table(f"Wrote {escape(str(out))}", summary(compressed, out, seconds)))
     if json:
         write_json(json, {"file": str(out), "file_bytes": out.stat().st_size, **compressed.manifest.described()})
+    output.print(figures_table(f"Wrote {escape(str(out))}", summary(compressed, out, seconds)))
 
 
 def checked(

@@ -1,10 +1,13 @@
 """Turns an exception into one sentence on stderr and an exit code; bugs keep their traceback."""
 
+import codecs
 import errno
 import os
 import re
+import signal
 import sys
 import warnings
+from types import FrameType
 
 import typer
 
@@ -22,7 +25,17 @@ FIXES = {
     errno.EISDIR: "give the name of a file",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "annot allocate memory", "not enough memory")
+OUT_OF_MEMORY += ("failed to map segment", "can't start new thread")
+TOO_LARGE = ("Overflow when unpacking", "overflowed", "too large to convert")
+SIGNS = "\u2591\u2592\u2593\u2588\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u00b7\u2502\u2503\u2500\u2501"  # shades, bars, dot, lines
+PLAIN = str.maketrans(SIGNS, ".:#@_.,-=+*.||--")
+    "\u2591\u2592\u2593\u2588\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u00b7\u2502\u2503\u2500\u2501",
+    ".:#@_.,-=+*.||--",
+)
+LONGEST = 400  # characters of a word in a message
+ENDINGS = ("SIGTERM", "SIGHUP")
+RECEIVED: list[int] = []  # signals that ended the command
 
 
 def usage_message(error: Exception) -> str:
@@ -40,25 +53,68 @@ def report_error(error: BaseException) -> int:
     if isinstance(error, BrokenPipeError):  # the reader, such as `head`, has seen enough
         flush_output()
         return 1
+    text = str(error)
+    if isinstance(error, MemoryError) or any(words in text for words in OUT_OF_MEMORY):
+        return print_error("There is not enough memory; take a shorter context, a smaller model or another device.", 1)
     if isinstance(error, OSError) and error.errno is not None:
         where, fix = error.filename or "the output", FIXES.get(error.errno, "check it and try again")
         return print_error(f"Cannot use {where}: {error.strerror}; {fix}.", 1)
-    if isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
-        return print_error("There is not enough memory; take a shorter context, a smaller model or another device.", 1)
+    if isinstance(error, OverflowError) or any(words in text for words in TOO_LARGE):
+        return print_error("A number is too large to compute with; give a smaller one.", 1)
+    if isinstance(error, UnicodeEncodeError) and is_broken(error.object):
+        return print_error("A text or a name on the command line is not UTF-8; convert or rename it.", 1)
     raise error
+
+
+def is_broken(text: str) -> bool:
+    """Returns whether a text has half a character, as bytes that are not UTF-8 become on the command line."""
+    return any("\ud800" <= each <= "\udfff" for each in text)
+
+
+def prepare_process() -> None:
+    """Refuses a closed stdout, prints signs that the terminal lacks as others, and lets signals end like Ctrl-C."""
+    for number, mode in enumerate(("r", "w", "w")):
+        try:
+            os.fstat(number)
+        except OSError:  # closed: a file that is opened later would take its place
+            os.open(os.devnull, os.O_RDWR)
+            if number == 2:
+                sys.stderr = open(os.devnull, mode)  # noqa: SIM115
+    if sys.stdout is None:
+        sys.exit(print_error("The standard output is closed; send it to a file, for example /dev/null.", 1))
+    codecs.register_error("plain", plain)
+    sys.stdout.reconfigure(errors="plain")
+    for name in ENDINGS:
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) == signal.SIG_DFL:  # `nohup` ignores one
+            signal.signal(number, end)
+
+
+def plain(error: UnicodeError) -> tuple[str, int]:
+    """Replaces what an output cannot show by similar ASCII signs, or by question marks."""
+    part = error.object[error.start : error.end].translate(PLAIN)
+    return part.encode("ascii", "replace").decode(), error.end
+
+
+def end(number: int, frame: FrameType | None) -> None:
+    """Ends the command as Ctrl-C does, so that nothing half-written stays."""
+    RECEIVED.append(number)
+    raise KeyboardInterrupt
 
 
 def print_error(text: str, code: int) -> int:
     """Prints a text as one line and returns the exit code."""
     flush_output()
-    print("error:", " ".join(text.split()), file=sys.stderr)
+    text = re.sub(rf"\S{{{LONGEST},}}", lambda word: f"{word[0][:60]}...{word[0][-20:]}", " ".join(text.split()))
+    print("error:", text, file=sys.stderr)
     return code
 
 
 def flush_output() -> None:
     """Drops what cannot be written, which Python would otherwise try to write again at its end."""
     try:
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

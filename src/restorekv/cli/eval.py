@@ -64,12 +64,12 @@ def run(
     quiet()
     with shares("evaluating") as update, open_pool(ray, workers, device) as pool:
         results = run_grid(cells, out, pool, lambda progress: update(progress.what, progress.share))
-    for table in terminal(results):
-        output.print(table)
     export(out)
-    notes.print(f"{out}: {len(results)} cells; to make a page of them: restorekv report {out}", highlight=False)
     if json:
         write_json(json, payload(results))
+    for table in terminal(results):
+        output.print(table)
+    notes.print(f"{out}: {len(results)} cells; to make a page of them: restorekv report {out}", highlight=False)
 
 
 @contextmanager

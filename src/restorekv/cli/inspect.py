@@ -43,6 +43,10 @@ def run(
         check_format(plot)
     survivors = Survivors.of_file(file, read_key(sign_key))
     tokenizer = find_tokenizer(survivors, model)
+    if plot:
+        save_plot(survivors, plot, file.name)
+    if json:
+        write_json(json, {"file": str(file), "file_bytes": file.stat().st_size, **survivors.figures()})
     output.print(figures_table(escape(str(file)), facts(survivors)))
     output.print(heads(survivors))
     output.print(positions(survivors))
@@ -51,10 +55,7 @@ def run(
     else:
         output.print(reading(survivors, tokenizer, tokens))
     if plot:
-        save_plot(survivors, plot, file.name)
         output.print(f"Drew {escape(str(plot))}")
-    if json:
-        write_json(json, {"file": str(file), "file_bytes": file.stat().st_size, **survivors.figures()})
 
 
 def find_tokenizer(survivors: Survivors, model: str | None) -> Tokenizer | None:

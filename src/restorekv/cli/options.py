@@ -35,7 +35,9 @@ Allocation = Annotated[str, typer.Option(help=f"Which pairs compete: {', '.join(
 RestoreFrom = Annotated[
     str, typer.Option(help="What the restore pass reads: full, or evicted (a control; its adapter is trained so).")
 ]
-Offset = Annotated[int, typer.Option(min=0, help="Positions between context and question (a control, no adapter).")]
+Offset = Annotated[
+    int, typer.Option(min=0, max=2**31, help="Positions between context and question (a control, no adapter).")
+]
 STORAGE_HELP = f"How to store the kept pairs: {', '.join(STORAGES)}; the ratio does not count it."
 Storage = Annotated[str, typer.Option(help=STORAGE_HELP)]
 Storages = Annotated[list[str], typer.Option(help=f"{STORAGE_HELP} Repeatable.")]

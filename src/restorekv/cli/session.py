@@ -15,14 +15,21 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.compression.context_file import Manifest
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import RestoreKVError
+from restorekv.files import read_bytes
 from restorekv.model.load import check_dtype, load_model
 
+TEXT_LIMIT = 1 << 30  # bytes; a model reads less
 output, notes = Console(), Console(stderr=True)
 
 
 def read_text(name: str) -> str:
     """Reads a UTF-8 file, or stdin when the name is "-"."""
-    payload = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    if name == "-":
+        if sys.stdin is None:
+            raise RestoreKVError("The standard input is closed; give a file or pipe a text in.")
+        payload = sys.stdin.buffer.read()
+    else:
+        payload = read_bytes(Path(name), f"The file {name}", TEXT_LIMIT)
     source = "The input" if name == "-" else f"The file {name}"
     try:
         text = payload.decode("utf-8-sig")

@@ -26,7 +26,6 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.data.config import BuildConfig
 from restorekv.data.documents import Document, DropRow, Reader, row_by_row, text_of, whole
 from restorekv.data.passages import NOVELS_LICENSE, SECTIONS_LICENSE, STORIES_LICENSE, passage_reader
-from restorekv.errors import RestoreKVError
 from restorekv.model.tokenize import token_places
 
 LONGALPACA_LICENSE, PG19_LICENSE, FLAN_LICENSE = "cc-by-nc-4.0", "apache-2.0", "odc-by"

@@ -211,7 +211,9 @@ def usable_device(device: str | torch.device) -> torch.device:
     try:
         known = torch.device(device)
         torch.empty(0, device=known)
-    except (RuntimeError, AssertionError) as error:
+        if known.type == "meta":
+            raise RuntimeError("it holds no numbers")
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
         raise ModelError(f"There is no device {str(device)!r} here; use cpu or one that PyTorch has.") from error
     return known
 

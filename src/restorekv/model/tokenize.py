@@ -28,6 +28,7 @@ def text_ids(tokenizer: Tokenizer, text: str, before: str = "", after: str = "",
 
     `before` and `after` are the template's; `text` and `more` are the user's.
     """
+    check_unicode(text + more)
     ids = tokenizer.encode(before + text + after + more, add_special_tokens=False, verbose=False)
     control = control_tokens(tokenizer)
     written = [control_of(tokenizer.encode(part, add_special_tokens=False), control) for part in (before, after)]
@@ -45,9 +46,18 @@ def token_places(tokenizer: Tokenizer, text: str) -> list[tuple[int, int]]:
     """Returns where each token of a user's text starts and ends in it, in characters."""
     if not tokenizer.is_fast:
         raise RestoreKVError("Cutting texts needs a tokenizer that maps tokens to characters; use a fast tokenizer.")
+    check_unicode(text)
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     copy = renamed(tokenizer) if control_of(found["input_ids"], control_tokens(tokenizer)) else None
     return copy.backend.encode(text, add_special_tokens=False).offsets if copy else found["offset_mapping"]
+
+
+def check_unicode(text: str) -> None:
+    """Refuses half a character, which bytes that are not UTF-8 become on a command line."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RestoreKVError(f"The text is not Unicode at character {error.start + 1}; convert it to UTF-8.") from None
 
 
 def control_of(ids: Iterable[int], control: dict[int, str]) -> list[int]:
