@@ -28,11 +28,8 @@ FIXES = {
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "annot allocate memory", "not enough memory")
 OUT_OF_MEMORY += ("failed to map segment", "can't start new thread")
 TOO_LARGE = ("Overflow when unpacking", "overflowed", "too large to convert")
-SIGNS = "\u2591\u2592\u2593\u2588\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u00b7\u2502\u2503\u2500\u2501"  # shades, bars, dot, lines
+SIGNS = "\u2591\u2592\u2593\u2588\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u00b7\u2502\u2503\u2500\u2501"  # shades, bars, lines
 PLAIN = str.maketrans(SIGNS, ".:#@_.,-=+*.||--")
-    "\u2591\u2592\u2593\u2588\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u00b7\u2502\u2503\u2500\u2501",
-    ".:#@_.,-=+*.||--",
-)
 LONGEST = 400  # characters of a word in a message
 ENDINGS = ("SIGTERM", "SIGHUP")
 RECEIVED: list[int] = []  # signals that ended the command
