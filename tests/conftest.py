@@ -9,10 +9,9 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from tests.helpers.models import FAMILIES, TEMPLATE, VOCABULARY, build_model
+from tests.helpers.models import FAMILIES, build_model, build_tokenizer
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -33,23 +32,7 @@ def tiny_model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["the code of the red house is seven; who lives in the blue house?"] * 4, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        padding_side="left",
-        chat_template=TEMPLATE,
-    )
+    return build_tokenizer()
 
 
 @pytest.fixture(scope="module")

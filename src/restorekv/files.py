@@ -38,6 +38,17 @@ def check_target(path: Path) -> None:
         raise RestoreKVError(f"{path} is not a regular file; give the name of one.")
     if not os.access(path.parent, os.W_OK):
         raise RestoreKVError(f"The folder {path.parent} is not writable; choose another or change its permissions.")
+    probe = temporary_name(path)
+    try:
+        probe.touch(exist_ok=False)  # only trying tells what the disk allows, and how long a name it takes
+        probe.unlink()
+    except OSError as error:
+        raise RestoreKVError(f"Cannot write {path}: {error.strerror}; choose another place or name.") from error
+
+
+def temporary_name(path: Path) -> Path:
+    """Returns a new name next to `path` that `sweep` knows."""
+    return path.with_name(f".{path.name}.{HOST}-{os.getpid()}-{next(NUMBERS)}.tmp")
 
 
 @contextmanager
@@ -46,7 +57,7 @@ def replacing(path: Path) -> Iterator[Path]:
     check_target(path)
     path = path.resolve()  # so that a symbolic link stays one
     sweep(path)
-    temporary = path.with_name(f".{path.name}.{HOST}-{os.getpid()}-{next(NUMBERS)}.tmp")
+    temporary = temporary_name(path)
     try:
         yield temporary
         os.replace(temporary, path)

@@ -1,7 +1,15 @@
-"""Tiny random models of both families, made in memory."""
+"""Tiny random models of both families and a tokenizer, made in memory."""
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from restorekv.model import attention
 
@@ -39,3 +47,24 @@ def build_model(family: str, seed: int = 0, **overrides: object) -> PreTrainedMo
         config_class(**{**SHAPE, **extra, **overrides}), attn_implementation=attention.NAME
     )
     return model.float().eval().requires_grad_(False)
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes and a few words, with ChatML's control tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the code of the red house is seven; who lives in the blue house?"] * 4, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        padding_side="left",
+        chat_template=TEMPLATE,
+    )

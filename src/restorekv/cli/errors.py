@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import warnings
 from types import FrameType
 
@@ -28,7 +29,7 @@ FIXES = {
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "annot allocate memory", "not enough memory")
 OUT_OF_MEMORY += ("failed to map segment", "can't start new thread")
 TOO_LARGE = ("Overflow when unpacking", "overflowed", "too large to convert")
-SIGNS = "\u2591\u2592\u2593\u2588\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u00b7\u2502\u2503\u2500\u2501"  # shades, bars, lines
+SIGNS = "\u2591\u2592\u2593\u2588\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u00b7\u2502\u2503\u2500\u2501"
 PLAIN = str.maketrans(SIGNS, ".:#@_.,-=+*.||--")
 LONGEST = 400  # characters of a word in a message
 ENDINGS = ("SIGTERM", "SIGHUP")
@@ -81,6 +82,7 @@ def prepare_process() -> None:
         sys.exit(print_error("The standard output is closed; send it to a file, for example /dev/null.", 1))
     codecs.register_error("plain", plain)
     sys.stdout.reconfigure(errors="plain")
+    threading.excepthook = lambda failure: None if failure.exc_type is OSError else threading.__excepthook__(failure)
     for name in ENDINGS:
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) == signal.SIG_DFL:  # `nohup` ignores one

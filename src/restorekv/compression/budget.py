@@ -6,6 +6,7 @@ T_b is T under the prefix policy "free" (the chat prefix is kept and not counted
 (it competes with the context). r is the exact decimal that the user wrote, so 0.1 of 30 tokens is 3.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -93,12 +94,14 @@ class Budget:
 
 def exact_ratio(ratio: float | str | Fraction) -> Fraction:
     """Returns the decimal that was written, not the nearest double: 0.1 -> 1/10."""
+    text = str(ratio)[:60]
     try:
-        exact = ratio if isinstance(ratio, Fraction) else Fraction(str(ratio))
+        endless = len(text) == 60 or re.search(r"e[-+]?\d{3}", text, re.IGNORECASE)  # takes long to compute
+        exact = ratio if isinstance(ratio, Fraction) else Fraction(0 if endless else text)
     except (ValueError, ZeroDivisionError):
         exact = Fraction(0)
     if not 0 < exact <= 1:
-        raise BudgetError(f"The ratio is a number above 0 and at most 1, not {ratio}.")
+        raise BudgetError(f"The ratio is a number above 0 and at most 1, not {text}.")
     return exact
 
 
