@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.helpers.cli_world import QUESTION
 from tests.hostile.command_kinds import DIGITS, Kind, empty, of, placed
 
-SPARSE = 10 << 30
+SPARSE = 10 << 30  # bytes, more than a kind may use
 # files that are none
 
 
@@ -108,13 +108,18 @@ def files() -> Iterator[Kind]:
     for place, (command, drop, instead, forms) in PLACES.items():
         for form in forms:
             where = "x.rkv" if "{}/x.rkv" in instead else "x"
-            yield Kind(f"{place}: {form.__name__}", placed(form, where, of(command, *instead, drop=drop)))
+            apart = alone if form is fifo else None  # a library that waits for a FIFO hears no alarm
+            yield Kind(f"{place}: {form.__name__}", placed(form, where, of(command, *instead, drop=drop)), around=apart)
     for name, (command, flag) in OUTPUTS.items():
         for label, target in TARGETS.items():
             yield Kind(f"{name} written {label}", placed(empty, "file", of(command, flag, target)))
 
 
 # what surrounds a process
+
+
+def alone(tmp: Path) -> None:
+    """Nothing: the process is one of its own."""
 
 
 def without(number: int) -> Callable[[Path], None]:
@@ -136,10 +141,14 @@ def limited(what: int, most: Callable[[], int]) -> Callable[[Path], None]:
     return lambda tmp: resource.setrlimit(what, (most(), most()))
 
 
+def in_use() -> int:
+    """Returns the bytes of address space that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
 def memory(spare: int) -> Callable[[Path], None]:
     """Leaves so many bytes beyond what is in use."""
-    used = lambda: int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()  # noqa: E731
-    return limited(resource.RLIMIT_AS, lambda: used() + spare)
+    return limited(resource.RLIMIT_AS, lambda: in_use() + spare)
 
 
 def no_folder(tmp: Path) -> None:

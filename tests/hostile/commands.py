@@ -9,6 +9,7 @@ import argparse
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import stat
@@ -23,8 +24,9 @@ from tests.cli.test_bad_input import files_below
 from tests.helpers.cli_world import Result, World, build_world, cli
 from tests.helpers.models import build_tokenizer
 from tests.hostile.command_kinds import SECONDS, Kind, Words, known, values, wrong_values
-from tests.hostile.command_places import broken_pipe, files, processes
+from tests.hostile.command_places import broken_pipe, files, in_use, processes
 
+SPARE = 2 << 30  # bytes of address space that a kind may take beyond what is in use
 GROUPS = {"values": values, "types": wrong_values, "files": files, "known": known, "processes": processes}
 
 
@@ -34,6 +36,8 @@ def in_process(kind: Kind, words: Words) -> Result:
     def hang(*_: object) -> None:
         raise TimeoutError(f"more than {SECONDS} seconds")
 
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (in_use() + SPARE, hard))
     signal.signal(signal.SIGALRM, hang)
     signal.alarm(SECONDS)
     try:
@@ -42,6 +46,7 @@ def in_process(kind: Kind, words: Words) -> Result:
         return Result(-1, "", f"{type(error).__name__}: {error}")
     finally:
         signal.alarm(0)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def in_child(kind: Kind, words: Words, tmp: Path) -> Result:
@@ -116,6 +121,8 @@ def fault(kind: Kind, result: Result, before: dict, after: dict) -> str | None:
         return None if result.code == 0 and not errors else f"did not work: {result.err[-300:]}"
     if result.code == 0:
         return "was accepted"
+    if kind.around is None and "not enough memory" in result.err:
+        return "read more than it may"
     silent = kind.around is broken_pipe
     if not silent and (len(errors) != 1 or lines[-1] != errors[0] or not errors[0].endswith(".")):
         return f"not one sentence: {result.err[-600:]!r}"

@@ -11,14 +11,17 @@ import io
 import json
 import zlib
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
 
 from restorekv.errors import RestoreKVError, first_sentence
+from restorekv.files import check_levels
 
 ENDINGS = (".json", ".jsonl", ".parquet", ".txt")
 FORMATS = ", ".join(ENDINGS)
+LONGEST_LINE = 1 << 28  # bytes
 
 
 def optional(name: str, extra: str = "data") -> ModuleType:
@@ -115,8 +118,8 @@ def values(file: Path) -> Iterator[tuple[str, object]]:
         with gzip.open(file) if packed else file.open("rb") as stream:
             if kind == ".txt":
                 yield "its text", {"text": plain_text(file, stream)}
-            elif kind == ".jsonl" or starts_with_an_object(stream):
-                for number, line in enumerate(stream, 1):
+            elif starts_with_an_object(file, stream) or kind == ".jsonl":
+                for number, line in enumerate(iter(partial(stream.readline, LONGEST_LINE), b""), 1):
                     if line.strip():
                         yield f"line {number}", parse_json(file, line, number)
             else:
@@ -128,10 +131,12 @@ def values(file: Path) -> Iterator[tuple[str, object]]:
         raise RestoreKVError(f"{file} is damaged ({str(error).rstrip('.')}); fetch it again.") from error
 
 
-def starts_with_an_object(stream: BinaryIO) -> bool:
-    """Returns whether a JSON file has one object per line."""
-    first = stream.readline()
+def starts_with_an_object(file: Path, stream: BinaryIO) -> bool:
+    """Returns whether a JSON file has one object per line; refuses a binary file, however long."""
+    first = stream.readline(LONGEST_LINE)
     stream.seek(0)
+    if b"\0" in first[:4096]:
+        raise RestoreKVError(f"{file} is binary; give a file of JSON.")
     try:
         return not first.lstrip().startswith(b"[") and isinstance(json.loads(first), dict)
     except (ValueError, RecursionError):
@@ -148,7 +153,11 @@ def plain_text(file: Path, stream: BinaryIO) -> str:
 def parse_json(file: Path, content: bytes, line: int = 1) -> object:
     """Parses JSON that begins on line `line` of the file."""
     try:
-        return json.loads(content.rstrip().decode("utf-8-sig"))
+        value = json.loads(content.rstrip().decode("utf-8-sig"))
+        check_levels(value)
+        return value
+    except UnicodeEncodeError as error:
+        raise RestoreKVError(f"{file}, line {line} has half a character (a surrogate); fix it.") from error
     except UnicodeDecodeError as error:
         line += content[: error.start].count(b"\n")
         raise RestoreKVError(f"{file}, line {line} is not UTF-8 text; convert the file first.") from error

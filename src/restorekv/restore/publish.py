@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -13,7 +12,8 @@ from pathlib import Path
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalTokenNotFoundError
 
-from restorekv.errors import AdapterError, RestoreKVWarning, first_sentence
+from restorekv.errors import AdapterError, RestoreKVError, RestoreKVWarning, first_sentence
+from restorekv.files import read_json
 from restorekv.restore import adapter_file, model_card
 from restorekv.restore.adapter_file import README, Card, Stored
 from restorekv.restore.model_card import UNKNOWN, identifier, inherited, non_commercial, strictest
@@ -211,12 +211,14 @@ def results_in(path: Path, stored: Stored) -> list[dict]:
     """
     card, weights = stored.card, stored.weights_hash()
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        rows = read_json(path, f"The file of results {path}")["rows"]
         same = [row for row in rows if row["fingerprint"] == card.fingerprint]
         mine = [row for row in same if row["adapter"] == weights]
         results = [result(row, rows, card) for row in mine if card.evictor in (None, row["method"])]
         model, method = rows[0]["model"], (mine or rows)[0]["method"]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration) as error:
+    except RestoreKVError:
+        raise
+    except (LookupError, TypeError, AttributeError, StopIteration) as error:
         raise AdapterError(f"{path} is not what `restorekv eval --json` writes; give its file.") from error
     if not same:
         raise AdapterError(f"{path} was measured with another base model ({model}); evaluate this one.")

@@ -4,7 +4,6 @@ Head budgets are published as one flat JSON object, {"L0H0": share, ...}, the sh
 They depend neither on the context nor on the ratio.
 """
 
-import json
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from restorekv.compression.allocate import Allocation, even, top_of_each
 from restorekv.errors import BudgetError
+from restorekv.files import read_json
 
 UNIFORM = "uniform"
 ROUNDING = 1e-3  # by how much the shares of a file may miss 1
@@ -67,12 +67,7 @@ def share_out(pairs: int, shares: tuple[Fraction, ...], most: int) -> list[int]:
 
 def read_shares(path: str) -> dict[str, Fraction]:
     """Returns shares by the names of the heads; refuses whatever is not the published form."""
-    try:
-        shares = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BudgetError(f"Cannot read the head budgets {path}: {error.strerror}; give a JSON file.") from None
-    except ValueError:
-        raise BudgetError(f"{path} is not JSON; give head budgets as {{'L0H0': share, ...}}.") from None
+    shares = read_json(Path(path), f"The file of head budgets {path}")
     values = list(shares.values()) if isinstance(shares, dict) else [None]
     if not all(type(value) in (int, float) and 0 <= value <= 1 for value in values) or abs(sum(values) - 1) > ROUNDING:
         raise BudgetError(f"{path} has no shares from 0 to 1 that add up to 1; give {{'L0H0': share, ...}}.")
