@@ -23,6 +23,7 @@ class Kind:
     around: Callable[[Path], object] | None = None  # runs in the new process before the command
     signal: int | None = None  # sent while the command works
     works: bool = False  # not a mistake: it must succeed
+    may_work: bool = False  # where the memory that is left may suffice
 
 
 def base(world: World, tmp: Path) -> dict[str, Words]:

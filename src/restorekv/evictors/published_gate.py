@@ -29,6 +29,8 @@ Layers = list[dict[str, Tensor]]
 def convert(source: str, model: PreTrainedModel) -> Gate:
     """Converts a pickle of Fast KVzip, a folder of KVzap, or the hub id of either; raises GateError."""
     path = Path(source) if Path(source).exists() else download(source, model)
+    if not path.is_file() and not path.is_dir():
+        raise GateError(f"{path} is not a regular file; give a file of Fast KVzip or a folder of KVzap.")
     if path.is_file() and path.suffix == ".safetensors":
         raise GateError(f"{path} is not a pickle of Fast KVzip; if it is a gate of restorekv, use it with gate={path}.")
     kind, layers = read_folder(path) if path.is_dir() else ("fastkvzip", read_pickle(path))

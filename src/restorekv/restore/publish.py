@@ -12,7 +12,7 @@ from pathlib import Path
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalTokenNotFoundError
 
-from restorekv.errors import AdapterError, RestoreKVError, RestoreKVWarning, first_sentence
+from restorekv.errors import AdapterError, RestoreKVWarning, first_sentence
 from restorekv.files import read_json
 from restorekv.restore import adapter_file, model_card
 from restorekv.restore.adapter_file import README, Card, Stored
@@ -216,9 +216,7 @@ def results_in(path: Path, stored: Stored) -> list[dict]:
         mine = [row for row in same if row["adapter"] == weights]
         results = [result(row, rows, card) for row in mine if card.evictor in (None, row["method"])]
         model, method = rows[0]["model"], (mine or rows)[0]["method"]
-    except RestoreKVError:
-        raise
-    except (LookupError, TypeError, AttributeError, StopIteration) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, StopIteration) as error:
         raise AdapterError(f"{path} is not what `restorekv eval --json` writes; give its file.") from error
     if not same:
         raise AdapterError(f"{path} was measured with another base model ({model}); evaluate this one.")
