@@ -6,24 +6,25 @@ Every source is a parquet file with a row per question; a repeated context is st
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.data.files import optional, parquet_rows, sha256
+from restorekv.data.files import optional, parquet_rows
 from restorekv.data.manifest import check_model, read_manifest, renamed_keys
 from restorekv.data.passages import FACT, HUMAN, LISTED, REPEAT
 from restorekv.data.self_study import KINDS, PROMPT
 from restorekv.data.sources import ASKED_ONCE, LICENSES
 from restorekv.errors import RestoreKVError
-from restorekv.files import replacing
+from restorekv.files import read_bytes, replacing
 
 TEXTS = ("source", "document", "context", "kind", "question", "answer", "license")
 NUMBERS = ("context_tokens", "question_tokens", "answer_tokens")
 COLUMNS = (*TEXTS, *NUMBERS, "answer_ids")
 KNOWN_KINDS = {*KINDS, PROMPT, HUMAN, FACT, REPEAT, LISTED}
+LIMIT = 4 << 30  # bytes of a file
 PAGE = 256 * 2**20  # bytes of a dictionary page: all contexts of a file
 
 
@@ -76,18 +77,20 @@ def read_mixture(
     contexts: list[MixtureContext] = []
     for name, source in manifest["sources"].items():
         path = folder / source["file"]["name"]
-        if not path.is_file():
+        if not path.exists():
             raise RestoreKVError(f"{path} is missing; get or build the data again.")
+        raw = read_bytes(path, str(path), LIMIT)
         # Rows first: a bad row tells the reader more than a checksum that does not match.
-        rows = list(checked_rows(path, name, limit))
-        if sha256(path) != source["file"]["sha256"] or len(rows) != source["examples"]:
+        rows = list(checked_rows(path, raw, name, limit, source["examples"]))
+        if hashlib.sha256(raw).hexdigest() != source["file"]["sha256"] or len(rows) != source["examples"]:
             raise RestoreKVError(f"{path} is not the file that the manifest describes; get or build the data again.")
         contexts += grouped(rows)
     return contexts, manifest
 
 
-def checked_rows(path: Path, source: str, limit: int) -> Iterator[dict]:
-    for number, row in enumerate(map(renamed_keys, parquet_rows(path)), 1):
+def checked_rows(path: Path, raw: bytes, source: str, limit: int, count: int) -> Iterator[dict]:
+    """Yields at most one row more than `count`."""
+    for number, row in enumerate(map(renamed_keys, islice(parquet_rows(path, raw), count + 1)), 1):
         if missing := [name for name in COLUMNS if name not in row]:
             raise RestoreKVError(f"{path} lacks the column {missing[0]}; build the data again.")
         if problem := fault(row, source, limit):

@@ -33,6 +33,7 @@ EMBEDDINGS, CARD = "restore_embeddings.safetensors", "restorekv.json"
 README = "README.md"
 FILES = (CARD, CONFIG, WEIGHTS, EMBEDDINGS, README)
 SUMMED = (CONFIG, WEIGHTS, EMBEDDINGS)  # their checksums are in the card
+SUM = "card_sha256"
 PENDING = ".replacing"  # new files on the way to their places
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 PREFIX = "base_model.model."  # what PEFT puts before the names of the model's own modules
@@ -145,6 +146,7 @@ def complete(fresh: Path, stored: Stored, readme: str | None) -> None:
     save_file({"restore_embeddings": stored.embeddings.contiguous()}, fresh / EMBEDDINGS)
     sums = {file: digest((fresh / file).read_bytes()) for file in SUMMED}
     card = {"version": VERSION, **asdict(stored.card), "sha256": sums}
+    card[SUM] = card_sum(card)
     (fresh / CARD).write_text(json.dumps(card, indent=2, sort_keys=True) + "\n")
     if readme is not None:
         (fresh / README).write_text(readme, encoding="utf-8")
@@ -192,7 +194,8 @@ def read(folder: Path) -> Stored:
     if embeddings is None or embeddings.ndim != 2 or 0 in embeddings.shape:
         raise AdapterError(f"{folder / EMBEDDINGS} has no tensor restore_embeddings (n, d); use another adapter.")
     kinds = {str(value.dtype).removeprefix("torch.") for value in lora.values()}
-    if card and (card.restore_tokens != len(embeddings) or kinds - {card.dtype}):
+    known = card is None or (card.restore_tokens == len(embeddings) and embeddings.dtype == torch.float32)
+    if not known or (card and kinds - {card.dtype}):
         raise AdapterError(f"{folder / CARD} contradicts the tensors; fetch or train the adapter again.")
     return Stored(config, lora, embeddings, card)
 
@@ -217,6 +220,8 @@ def read_card(folder: Path, raw: dict[str, bytes]) -> Card | None:
         return None
     entries = files.read_json(path, str(path))
     try:
+        if entries.get(SUM, card_sum(entries)) != card_sum(entries):
+            raise ValueError("the checksum does not match")
         entries = with_license_key(entries)
         version, sums = entries["version"], entries["sha256"]
         if version != VERSION:
@@ -242,6 +247,12 @@ def tensors(raw: bytes, path: Path) -> dict[str, Tensor]:
     if not all(torch.isfinite(tensor).all() for tensor in loaded.values()):
         raise AdapterError(f"{path} holds numbers that are not finite; use another adapter.")
     return loaded
+
+
+def card_sum(card: dict[str, Any]) -> str:
+    """Returns the checksum of a card's other entries; older cards hold none."""
+    others = {key: value for key, value in card.items() if key != SUM}
+    return digest(json.dumps(others, sort_keys=True).encode())
 
 
 def digest(raw: bytes) -> str:

@@ -66,7 +66,7 @@ def with_origin(card: Card, name: str | Path, folder: Path, bare: bool) -> Card:
     readme = folder / README
     with raised_as(AdapterError):
         text = read_bytes(readme, str(readme), README_LIMIT).decode(errors="replace") if readme.is_file() else ""
-    license = model_card.license_in(text)
+    license = model_card.license_in(text) if text else None
     if non_commercial(license) or card.license is None:
         card = replace(card, license=license)
     if bare:
