@@ -120,7 +120,9 @@ def harmed_json(rng: random.Random, text: str) -> tuple[str, str]:
         within[key] += rng.choice((-1, 1, 1000, -(10**9), 2**40))
         group = "plausible"
     else:
-        within[key] = rng.choice([odd for odd in ODD if type(odd) is not type(within[key])])
+        odd = rng.choice([odd for odd in ODD if type(odd) is not type(within[key])])
+        group = "plausible" if {type(odd), type(within[key])} <= {int, float} else group
+        within[key] = odd
     return json.dumps(value), group
 
 

@@ -109,10 +109,12 @@ def fault(row: dict, source: str, limit: int) -> str | None:
         f"belongs to {row['source']!r}, not {source!r}": row["source"] != source,
         f"has the unknown kind {row['kind']!r}": row["kind"] not in KNOWN_KINDS,
         f"has the unknown license {row['license']!r}": row["license"] not in LICENSES,
+        "has no document": not row["document"].strip(),
         "has an empty context": not row["context"].strip() or row["context_tokens"] < 1,
         "has an empty question": row["kind"] != PROMPT and not row["question"].strip(),
         "has an empty answer": not row["answer"].strip() or not ids,
         "has invalid answer ids": not isinstance(ids, list) or any(not isinstance(i, int) or i < 0 for i in ids),
+        "has another number of answer ids than it says": isinstance(ids, list) and len(ids) != row["answer_tokens"],
         f"has a context of {row['context_tokens']} tokens, more than {limit}": row["context_tokens"] > limit,
     }
     return next((problem for problem, wrong in problems.items() if wrong), None)

@@ -27,12 +27,15 @@ from restorekv.model.load import model_fingerprint, model_name, rope_fingerprint
 from restorekv.model.shape import CacheShape
 
 CELLS, CELL, ANSWERS, SECONDS, SUMMARY = "cells", "cell.json", "answers.jsonl", "seconds.jsonl", "summary.json"
-ANSWERS_LIMIT = 1 << 30  # bytes
+LINES_LIMIT = 1 << 30  # bytes
 # What the files hold at least, by type; older versions wrote fewer figures than this one.
 FACTS = dict[str, Any]
-CONVENTIONS = {"method": str, "adapter": dict[str, Any] | None, "fingerprint": str, "shape": dict[str, int]}
+CONVENTIONS = {
+    "method": str, "adapter": dict[str, Any] | None, "fingerprint": str, "shape": dict[str, int], "dtype": str,
+    "device": str, "prefix_policy": str, "on_tight": str, "allocation": str, "restore_from": str, "offset": int,
+}  # fmt: skip
 LINE = {
-    "sample": str | int, "tokens": int, "prefix": int, "pairs": float, "pairs_with_prefix": float, "bytes": float,
+    "tokens": int, "prefix": int, "pairs": float, "pairs_with_prefix": float, "bytes": float,
     "answers": list[dict[str, Any]],
 }  # fmt: skip
 ANSWER = {"task": str, "id": str | int, "prediction": str, "score": float}
@@ -64,7 +67,12 @@ class Result:
     @cached_property
     def lines(self) -> list[dict]:
         """The contexts answered so far, in the order of their answers."""
-        return list(complete_lines(self.folder / ANSWERS))
+        lines = list(complete_lines(self.folder / ANSWERS))
+        for line in lines:
+            require(self.folder / ANSWERS, line, LINE)
+            for answer in line["answers"]:
+                require(self.folder / ANSWERS, answer, ANSWER)
+        return lines
 
     @property
     def answers(self) -> list[Answer]:
@@ -88,14 +96,10 @@ def answers_of(contexts: Iterable[tuple[Hashable, dict]]) -> list[Answer]:
 
 
 def complete_lines(path: Path) -> Iterator[dict]:
-    """Yields the whole lines of a file of answers; a half-written line at its end is left out."""
-    if not path.exists():
-        return
-    for line in read_bytes(path, str(path), ANSWERS_LIMIT).split(b"\n")[:-1]:
-        parsed = checked(path, line, LINE)
-        for answer in parsed["answers"]:
-            require(path, answer, ANSWER)
-        yield parsed
+    """Yields the whole lines of a file of JSON lines; a half-written line at its end is left out."""
+    if path.exists():
+        for line in read_bytes(path, str(path), LINES_LIMIT).split(b"\n")[:-1]:
+            yield checked(path, line, {})
 
 
 def checked(path: Path, text: bytes, hints: dict[str, Any]) -> dict:

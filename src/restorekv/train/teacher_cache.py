@@ -26,7 +26,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.model import attention
 from restorekv.model.load import model_fingerprint, rope_fingerprint
 from restorekv.model.prefill import prefill
-from restorekv.model.prompt import Context, make_context, template_hash
+from restorekv.model.prompt import Context, make_context, question_ids, template_hash
 from restorekv.model.shape import CacheShape
 from restorekv.train import tensor_file
 from restorekv.train.config import TrainConfig
@@ -156,7 +156,8 @@ class TeacherCache:
             "answers": example.answer_ids and [list(ids) for ids in example.answer_ids],
             "limit": self.teacher.max_new_tokens, "watch": list(self.teacher.record),
         }  # fmt: skip
-        whole = partial(are_targets, count=len(example.questions), model=self.model, record=self.teacher.record)
+        asked = [question_ids(self.tokenizer, prepared.context, text, empty=True)[0] for text in example.questions]
+        whole = partial(are_targets, asked=asked, model=self.model, record=self.teacher.record)
         entry = self.store.get("teacher", key, whole, lambda: to_tensors(self.teacher.targets(prepared, example)))
         return from_tensors(entry, len(example.questions), self.model.device)
 
@@ -200,14 +201,16 @@ def to_tensors(targets: list[TeacherTarget]) -> Tensors:
     return tensors
 
 
-def are_targets(tensors: Tensors, count: int, model: PreTrainedModel, record: Sequence[str]) -> bool:
-    """Returns whether these are the targets of `count` questions to this model."""
+def are_targets(tensors: Tensors, asked: Sequence[Tensor], model: PreTrainedModel, record: Sequence[str]) -> bool:
+    """Returns whether these are this model's targets for the questions whose ids are `asked`."""
     shape, sizes = CacheShape.of(model), {}
-    for number in range(count):
+    vocabulary = model.get_input_embeddings().num_embeddings
+    for number, question in enumerate(asked):
         row, answer = (tensors.get(f"{number}.{name}", torch.tensor(0)) for name in ("row", "answer"))
         tokens = int(answer) if answer.shape == () and answer.dtype == torch.int64 else 0
-        vocabulary = model.get_input_embeddings().num_embeddings
         if row.ndim != 1 or not 1 <= tokens < len(row) or row.min() < 0 or row.max() >= vocabulary:
+            return False
+        if not torch.equal(row[:-tokens].long(), question):
             return False
         own = {"row": (torch.int32, (len(row),)), "answer": (torch.int64, ())}
         own |= {"hidden": (model.dtype, (tokens, shape.hidden))}
