@@ -2,6 +2,8 @@
 
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class RestoreKVError(ValueError):
@@ -32,6 +34,15 @@ class RestoreKVWarning(UserWarning):
     """Something that works but is probably not what the user wants, such as an adapter trained with another evictor."""
 
 
+@contextmanager
+def raised_as(kind: type[RestoreKVError]) -> Iterator[None]:
+    """Raises a RestoreKVError of the block as one of `kind`, with the same sentence."""
+    try:
+        yield
+    except RestoreKVError as error:
+        raise kind(str(error)) from error
+
+
 INSIDE = ("restorekv", "torch", "contextlib")  # torch's decorators stand between the package's own calls
 
 
@@ -47,3 +58,9 @@ def first_sentence(error: BaseException) -> str:
     """Returns the start of a library's error message, without its period, to quote in one of ours."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].split(". ")[0].rstrip(".:")
+
+
+def shown(text: object) -> str:
+    """Returns what a file says about itself as part of a sentence: printable, and at most 120 characters of it."""
+    text = str(text)
+    return (text if text.isprintable() else repr(text))[:120]

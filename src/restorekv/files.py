@@ -150,7 +150,9 @@ def open_tensors(raw: bytes, what: str) -> tuple[dict[str, str], dict[str, Tenso
     try:
         tensors = safetensors.torch.load(raw)
     except Exception as error:  # what the library raises for a bad entry has no common class
-        raise RestoreKVError(f"{what} is damaged or no safetensors file ({first_sentence(error)}); {FIX}.") from error
+        raise RestoreKVError(
+            f"{what} is damaged or not a safetensors file ({first_sentence(error)}); {FIX}."
+        ) from error
     return header.get("__metadata__") or {}, tensors
 
 
@@ -203,7 +205,7 @@ def header_length(raw: bytes, size: int, what: str) -> int:
     """Returns the length of a safetensors header from the first 8 bytes of a file of `size` bytes."""
     length = int.from_bytes(raw[:8], "little")
     if len(raw) < 8 or not 2 <= length <= min(size - 8, HEADER_LIMIT):
-        raise RestoreKVError(f"{what} is cut short or no safetensors file; {FIX}.")
+        raise RestoreKVError(f"{what} is cut short or not a safetensors file; {FIX}.")
     return length
 
 
@@ -215,7 +217,7 @@ def read_header(raw: bytes, size: int, what: str) -> dict[str, Any]:
         end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
         whole = 8 + length + end == size
     except (TypeError, KeyError, IndexError, AttributeError) as error:
-        raise RestoreKVError(f"{what} is no safetensors file; {FIX}.") from error
+        raise RestoreKVError(f"{what} is not a safetensors file; {FIX}.") from error
     if not whole:
         raise RestoreKVError(f"{what} is cut short or too long; {FIX}.")
     return header

@@ -3,8 +3,10 @@
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from restorekv import evictors
@@ -224,13 +226,41 @@ def test_gates_of_others_are_refused(tmp_path):
     with pytest.raises(GateError, match="kind kvzap-linear, not fastkvzip"):
         evictors.make(f"fastkvzip:gate={path}").load(model)
     gate = gate_file.read(tmp_path / "gate")
-    for layers, words in ((gate.layers[:2], "2 layers, the model 3"), ([{}, *gate.layers[1:]], "Layer 0")):
+    for layers, words in ((gate.layers[:2], "2 layers, the model 3"), ([{}, *gate.layers[1:]], "lacks a layer")):
         gate_file.write(tmp_path / "bad", replace(gate, layers=layers))
         with pytest.raises(GateError, match=words):
             gate_file.load(model, str(tmp_path / "bad"), ("kvzap-linear",))
     with pytest.raises(GateError, match="not finite"):
         gate_file.write(tmp_path / "nan", replace(gate, layers=[{"weight": torch.tensor([math.nan])}]))
     assert not (tmp_path / "nan").exists()
+
+
+def harmed(path, change=lambda card: None, tensors=None):
+    """Seals a gate of the given card and tensors again, as a stranger would who knows the format."""
+    header, good = gate_file.opened(path)
+    card = json.loads(header["card"])
+    change(card)
+    header["card"], tensors = json.dumps(card), {**good, **(tensors or {})}
+    header["sha256"] = gate_file.digest(tensors, header["card"])
+    harmed = path.with_name("harmed")
+    harmed.write_bytes(safetensors.torch.save(tensors, header))
+    return harmed
+
+
+def test_sealed_gates_that_cannot_be_are_refused(tiny_model, tmp_path):
+    good = Path(save_gate(tmp_path / "gate", "kvzap-linear", tiny_model))
+    bias = gate_file.read(good).layers[0]["bias"]
+    assert gate_file.read(harmed(good)).card == gate_file.read(good).card
+    cards = [{"kind": "x"}, {"kind": []}, {"rope": 7}, {"model": None}, {"figures": {"loss": "low"}}, {"surplus": 1}]
+    paths = [(lambda change=change: harmed(good, lambda card: card.update(change))) for change in cards]
+    numbers = [
+        {"layers.0.bias": bias * torch.nan}, {"layers.0.bias": bias.long()}, {"layers.999999999.bias": bias},
+        {"layers.0.bias": bias[:1]}, {"strange": bias},
+    ]  # fmt: skip
+    paths += [(lambda tensors=tensors: harmed(good, tensors=tensors)) for tensors in numbers]
+    for path in paths:
+        with pytest.raises(GateError):
+            gate_file.load(tiny_model, str(path()), gate_file.KINDS)
 
 
 def test_a_gate_is_read_once_per_model_and_again_when_it_changes(tmp_path, monkeypatch):

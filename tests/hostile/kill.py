@@ -1,13 +1,12 @@
-"""The campaign of sudden deaths: `python -m tests.hostile.kill --moments 50 --seed 0 [--work train ...]`.
+"""The campaign of sudden deaths: `python -m tests.hostile.kill --moments 50 --seed 0 [--work train ...] [--disks 5]`.
 
-Each kind of work runs once undisturbed; then it is started, killed with SIGKILL at a random moment and looked at: its
-output must be the old or the new content. Started again it must end, with the result of the undisturbed run, and leave
-nothing else behind.
+Each kind of work runs once undisturbed. Then it is started in a forked process that dies of SIGKILL, at a random call
+that opens a file to write, renames or removes one, or at a random time. Its outputs must be the old or the new ones.
+Started again it must end with the results of the undisturbed run and leave nothing else behind. So must it after a full
+disk and a read-only one, which need the right to mount, and where two processes share one output.
 """
 
 import argparse
-import hashlib
-import json
 import os
 import random
 import shutil
@@ -16,213 +15,246 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-import safetensors.torch
 import torch
 
-ROOT = Path(__file__).parents[2]
-TEXT = "The red house belongs to Ada. The code of the blue house is 482. " * 30
-PYTHON = (sys.executable, "-m", "restorekv")
-SAVE = """
-import sys
-from restorekv import compress, load_model
-model, tokenizer = load_model("tiny")
-text = open(sys.argv[1]).read()
-made = [compress(model, tokenizer, text, ratio=ratio) for ratio in (0.1, 0.2)]
-for _ in range(40):
-    for each in made:
-        each.save(sys.argv[2])
-"""
+from tests.hostile.works import NOTHING, WORKS, Result, Work, inputs, prepare, random_adapter, small
+
+CHANGES = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")
+WRITING = os.O_WRONLY | os.O_RDWR
+SECONDS = 900  # for a run; a busy machine may take long
+Hook = Callable[[str, tuple], None]
 
 
-@dataclass(frozen=True)
-class Work:
-    """A command, its output in a folder, and what of it must be the same; `old`: a file that stands there before."""
+def counting(folder: Path, act: Callable[[int], None]) -> Hook:
+    """Calls `act` with the number of every call that is about to change something below the folder."""
+    number = 0
 
-    command: Callable[[Path], Sequence[str]]
-    result: Callable[[Path], str]
-    old: str = ""
+    def hook(event: str, arguments: tuple) -> None:
+        nonlocal number
+        changing = event in CHANGES and (event != "open" or (arguments[2] or 0) & WRITING)
+        if changing and str(arguments[0]).startswith(f"{folder}"):
+            number += 1
+            act(number)
 
-
-def tensors(path: Path) -> str:
-    """A digest of the tensors of a file, or that there is none."""
-    if not path.exists():
-        return "nothing"
-    found = hashlib.sha256()
-    for name, value in sorted(safetensors.torch.load_file(path).items()):
-        found.update(name.encode() + value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]
+    return hook
 
 
-def adapter(folder: Path) -> str:
-    return " ".join(tensors(path) for path in sorted((folder / "run" / "adapter").glob("*.safetensors"))) or "nothing"
+def begin(work: Work, folder: Path, hook: Hook | None = None) -> int:
+    """Starts the work in a process forked from this one, whose modules are loaded already; returns its id."""
+    sys.stdout.flush()
+    process = os.fork()
+    if process:
+        return process
+    code = 70
+    try:
+        log = os.open(f"{folder}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        if hook:
+            sys.addaudithook(hook)
+        code = work.run(folder) or 0
+    except SystemExit as error:
+        code = error.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
 
 
-def grid(folder: Path) -> str:
-    """The rows that eval writes, without times."""
-    path = folder / "rows.json"
-    if not path.exists():
-        return "nothing"
-    kept = [{k: v for k, v in row.items() if "seconds" not in k} for row in json.loads(path.read_text())["rows"]]
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+def ended(process: int) -> int:
+    """Returns the exit code, negative for a signal."""
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        found, status = os.waitpid(process, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    return 99
 
 
-def parquet(folder: Path) -> str:
-    """Every row of the data that was built."""
-    if not (folder / "data" / "manifest.json").exists():
-        return "nothing"
-    import pyarrow.parquet
-
-    rows = [pyarrow.parquet.read_table(path).to_pylist() for path in sorted((folder / "data").glob("*.parquet"))]
-    return hashlib.sha256(json.dumps(rows, sort_keys=True, default=str).encode()).hexdigest()[:16]
+def said(folder: Path) -> str:
+    return Path(f"{folder}.log").read_text(errors="replace").strip()
 
 
-def page(folder: Path) -> str:
-    """The figures of the paper's page, without times and dates."""
-    path = folder / "paper" / "report" / "paper.json"
-    if not path.exists():
-        return "nothing"
-    return hashlib.sha256(
-        json.dumps(json.loads(path.read_text()).get("experiments"), sort_keys=True).encode()
-    ).hexdigest()[:16]
-
-
-WORKS = {
-    "compress": Work(
-        lambda f: (*PYTHON, "compress", f / "text", "-o", f / "out.rkv", "--model", "tiny"),
-        lambda f: tensors(f / "out.rkv"), "out.rkv",
-    ),
-    "save": Work(
-        lambda f: (sys.executable, "-c", SAVE, f / "text", f / "out.rkv"), lambda f: tensors(f / "out.rkv"), "out.rkv",
-    ),
-    "train": Work(
-        lambda f: (*PYTHON, "train", "--model", "tiny", "--out", f / "run", "--steps", "8", "--count", "3", "--resume",
-                   "--checkpoint-every", "2", "--restore-tokens", "2", "--rank", "2"),
-        adapter,
-    ),
-    "gate": Work(
-        lambda f: (*PYTHON, "train-gate", "--model", "tiny", "--out", f / "gate", "--count", "3", "--steps", "10",
-                   "--resume"),
-        lambda f: tensors(f / "gate"),
-    ),
-    "data": Work(
-        lambda f: (*PYTHON, "data", "build", "--mixture", "passages", "--model", "tiny",
-                   "--stories", f / "stories.jsonl", "--novels", f / "novels", "--story-passages", "4",
-                   "--novel-passages", "0", "--section-passages", "0", "--resume", "--out", f / "data"),
-        parquet,
-    ),
-    "eval": Work(
-        lambda f: (*PYTHON, "eval", "--model", "tiny", "--out", f / "grid", "--json", f / "rows.json", "--count", "4",
-                   "--ratio", "0.2", "--evictor", "kvzip"),
-        grid,
-    ),
-    "paper": Work(
-        lambda f: (sys.executable, "-m", "paper", f / "paper", "--only", "tradeoff", "--count", "2"), page,
-    ),
-}  # fmt: skip
-
-
-def prepare(folder: Path, work: Work, old: Path) -> None:
-    """The inputs, and the content that stood there before."""
-    folder.mkdir()
-    (folder / "text").write_text(TEXT)
-    (folder / "novels").mkdir()
-    asked = [{"question": "Who owns it?", "answers": ["Ada"]}]
-    stories = [{"id": f"s{number}", "context": f"{number} {TEXT}", "questions": asked} for number in range(6)]
-    (folder / "stories.jsonl").write_text("".join(json.dumps(story) + "\n" for story in stories))
-    if work.old:
-        shutil.copy(old, folder / work.old)
-
-
-def start(work: Work, folder: Path) -> subprocess.Popen:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [str(part) for part in work.command(folder)]
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
-    )
-
-
-def finish(work: Work, folder: Path) -> tuple[float, str]:
-    """Seconds and result of a run to the end."""
-    begun, process = time.monotonic(), start(work, folder)
-    _, errors = process.communicate()
-    if process.returncode:
-        return 0.0, f"failed: {errors.decode(errors='replace').strip()[-300:]}"
-    return time.monotonic() - begun, work.result(folder)
+def finish(work: Work, folder: Path) -> Result | str:
+    """The results of a run to the end, or what went wrong."""
+    code = ended(begin(work, folder))
+    return work.result(folder) if code == 0 else f"exit code {code}: {said(folder)[-300:]}"
 
 
 def leftovers(folder: Path) -> list[str]:
-    return [path.name for path in folder.rglob("*") if path.name.endswith(".tmp")]
+    return [path.name for path in folder.rglob(".*") if path.name != ".lock"]
 
 
-def moment(
-    name: str, work: Work, number: int, seed: int, seconds: float, results: set[str], old: Path, place: Path
-) -> str:
-    """What was wrong after a death at one moment, or nothing."""
-    folder = place / f"{name}{number}"
-    prepare(folder, work, old)
-    process = start(work, folder)
-    time.sleep(random.Random(f"{seed}/{name}/{number}").uniform(0, seconds))
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+class Campaign:
+    """One kind of work and everything that is done to it."""
+
+    def __init__(self, name: str, place: Path, seed: int) -> None:
+        self.name, self.work, self.place, self.seed = name, WORKS[name], place, seed
+        self.before = self.work.result(self.fresh("old"))
+        folder = self.fresh("whole")
+        self.work.run(folder)  # in this process, so that its children have all modules and caches
+        folder = self.fresh("timed")
+        calls = self.place / f"{name}.calls"
+        begun = time.monotonic()
+        code = ended(begin(self.work, folder, counting(folder, lambda number: calls.write_text(str(number)))))
+        if code:
+            raise RuntimeError(f"{name}, undisturbed: exit code {code}: {said(folder)[-500:]}")
+        self.seconds, self.calls = time.monotonic() - begun, int(calls.read_text())
+        self.after = self.work.result(folder)
+        self.known = [{NOTHING, before, after} for before, after in zip(self.before, self.after, strict=True)]
+        for part, values in enumerate(self.contents()):
+            self.known[part] |= values
+
+    def contents(self) -> list[set[str]]:
+        """What the parts of the output may be besides old and new: the work `save` writes two contents in turn."""
+        if self.name != "save":
+            return [set() for _ in self.after]
+        folder, found = self.fresh("first"), [set() for _ in self.after]
+        small(folder, 0.1).save(folder / "out.rkv")
+        random_adapter(1).save_pretrained(folder / "saved")
+        for part, value in enumerate(self.work.result(folder)):
+            found[part].add(value)
+        return found
+
+    def fresh(self, label: object) -> Path:
+        folder = self.place / f"{self.name}-{label}"
+        prepare(folder, self.work)
+        return folder
+
+    def problem(self, folder: Path) -> str:
+        """What is wrong with the outputs after a fault, and after the work was started again; or nothing."""
+        try:
+            between = self.work.result(folder)
+        except Exception as error:
+            return f"unreadable after the fault: {type(error).__name__}: {error}"
+        for value, known in zip(between, self.known, strict=True):
+            if value not in known:
+                return f"neither old nor new content: {between}"
+        found = finish(self.work, folder)
+        if found != self.after:
+            return f"started again it gave {found}, undisturbed {self.after}"
+        left = leftovers(folder)
+        return f"left {left[0]} behind" if left else ""
+
+    def moment(self, number: int) -> str:
+        """A death: at a call for every other number, at a time for the rest."""
+        rng, folder = random.Random(f"{self.seed}/{self.name}/{number}"), self.fresh(number)
+        if number % 2:
+            chosen = rng.randint(1, self.calls)
+            process = begin(
+                self.work, folder,
+                counting(folder, lambda at: os.kill(os.getpid(), signal.SIGKILL) if at == chosen else None),
+            )  # fmt: skip
+        else:
+            process = begin(self.work, folder)
+            time.sleep(rng.uniform(0, self.seconds))
+            os.kill(process, signal.SIGKILL)
+        ended(process)
+        found = self.problem(folder)
+        shutil.rmtree(folder)
+        return found
+
+    def two(self, number: int) -> str:
+        """Two processes at one output: one or both end well, and the other says in a sentence why not."""
+        folder = self.fresh(f"two{number}")
+        processes = [begin(self.work, folder) for _ in range(2)]
+        codes = [ended(process) for process in processes]
+        if 0 not in codes or "Traceback" in said(folder):
+            return f"exit codes {codes}: {said(folder)[-300:]}"
+        return self.problem(folder)
+
+    def full(self, number: int) -> str:
+        """A disk that is full after some bytes, and has room again later."""
+        size = sum(path.stat().st_size for path in (self.place / f"{self.name}-timed").rglob("*") if path.is_file())
+        share = random.Random(f"{self.seed}/{self.name}/full{number}").uniform(0.02, 1)
+        with disk(self.place / f"{self.name}-full{number}", f"size={int(size * share) // 1024 + 4}k") as (
+            folder,
+            change,
+        ):
+            try:
+                prepare(folder, self.work)
+            except OSError:
+                return ""  # not even the old outputs have room
+            return self.fault(folder, lambda: change("size=64m"))
+
+    def read_only(self, number: int) -> str:
+        with disk(self.place / f"{self.name}-read{number}", "size=64m") as (folder, change):
+            prepare(folder, self.work)
+            change("ro")
+            return self.fault(folder, lambda: change("rw"))
+
+    def fault(self, folder: Path, mend: Callable[[], None]) -> str:
+        """Runs the work on a disk with a fault; it must end with a sentence, and well once the fault is mended."""
+        code, words = ended(begin(self.work, folder)), said(folder)
+        if code and (code < 0 or "Traceback" in words or "error: " not in words):
+            return f"exit code {code}, said: {words[-300:]}"
+        mend()
+        return self.problem(folder)
+
+
+@contextmanager
+def disk(folder: Path, options: str) -> Iterator[tuple[Path, Callable[[str], None]]]:
+    """A small disk of its own, and a function that changes its options."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(folder)], check=True)
     try:
-        between = work.result(folder)
-    except Exception as error:
-        return f"unreadable after the death: {type(error).__name__}: {error}"
-    if between not in results | {"nothing", tensors(old)}:
-        return f"neither old nor new content: {between}"
-    _, after = finish(work, folder)
-    if after not in results:
-        return f"started again it gave {after}, undisturbed {sorted(results)}"
-    left = leftovers(folder)
-    shutil.rmtree(folder)
-    return f"left {left[0]} behind" if left else ""
+        yield folder, lambda new: subprocess.run(["mount", "-o", f"remount,{new}", str(folder)], check=True)
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=False)
 
 
-def run(names: Sequence[str], moments: int, seed: int) -> list[str]:
-    """The failures of all kinds of work."""
-    failures = []
+def may_mount(place: Path) -> bool:
+    try:
+        with disk(place / "trial", "size=4k"):
+            return True
+    except (OSError, subprocess.CalledProcessError):
+        return False
+
+
+def run(names: Sequence[str], moments: int, seed: int, disks: int = 5) -> tuple[Counter, list[str]]:
+    """Counts by work and fault, and the failures."""
+    counts, failures = Counter(), []
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="restorekv-kill-") as name:
         place = Path(name)
-        old = place / "old"
-        safetensors.torch.save_file({"old": torch.ones(3)}, old)
+        inputs(place)
+        if not (mounting := may_mount(place)):
+            print("full and read-only disks are left out: mounting is not allowed here", flush=True)
         for kind in names:
-            work = WORKS[kind]
-            prepare(place / kind, work, old)
-            seconds, result = finish(work, place / kind)
-            results = {result}
-            if kind == "save":  # it ends with the second of two contents
-                results.add(first_saved(place / kind))
-            found = [f"undisturbed: {result}"] if not seconds else [
-                problem for number in range(moments)
-                if (problem := moment(kind, work, number, seed, seconds, results, old, place))
-            ]  # fmt: skip
-            print(f"{kind:10} {moments} moments of {seconds:.0f} s, {len(found)} failures", flush=True)
-            for problem in found:
-                print(f"  {problem}", flush=True)
-            failures += found
-    return failures
-
-
-def first_saved(folder: Path) -> str:
-    """The first of the two contents that the work `save` writes in turn."""
-    from restorekv import compress, load_model
-
-    model, tokenizer = load_model("tiny")
-    compress(model, tokenizer, TEXT, ratio=0.1).save(folder / "first.rkv")
-    return tensors(folder / "first.rkv")
+            campaign = Campaign(kind, place, seed)
+            rounds = {"moment": moments, "two": min(disks, 2)}
+            rounds |= {"full": disks, "read_only": min(disks, 1)} if mounting else {}
+            for fault, times in rounds.items():
+                for number in range(times):
+                    found = getattr(campaign, fault)(number)
+                    counts[kind, fault, "FAILED" if found else "right"] += 1
+                    if found:
+                        failures.append(f"{kind}, {fault} {number}: {found}")
+                        print(failures[-1], flush=True)
+            print(f"{kind:9} {campaign.calls} calls, {campaign.seconds:.1f} s, {moments} deaths", flush=True)
+    return counts, failures
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--moments", type=int, default=50)
+    parser.add_argument("--disks", type=int, default=5, help="full disks for each kind of work")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", nargs="*", choices=list(WORKS), default=list(WORKS))
     options = parser.parse_args()
-    failures = run(options.work, options.moments, options.seed)
+    counts, failures = run(options.work, options.moments, options.seed, options.disks)
+    for (kind, fault, verdict), number in sorted(counts.items()):
+        print(f"{kind:9} {fault:10} {verdict:6} {number}")
     sys.exit(f"{len(failures)} failures" if failures else 0)
 
 

@@ -1,6 +1,8 @@
 """The restore pass: gradients arrive, LoRA leaves no trace outside of it, adapters survive the disk or are refused."""
 
+import contextlib
 import json
+import os
 import pickle
 import shutil
 import warnings
@@ -13,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import AdapterError, RestoreKVWarning
 from restorekv.model.prefill import prefill
+from restorekv.restore import adapter_file
 from restorekv.restore.adapter import RestoreAdapter
 from tests.helpers.models import VOCABULARY, build_model
 
@@ -303,7 +306,7 @@ def test_other_nonsense_is_refused(tiny_model, tmp_path):
     refused("no tensor", lambda folder: save_file({"other": torch.ones(2, 32)}, folder / embeddings))
     refused("no tensor", lambda folder: save_file({"restore_embeddings": torch.ones(32)}, folder / embeddings))
     refused("width", lambda folder: save_file({"restore_embeddings": torch.ones(2, 31)}, folder / embeddings))
-    refused("fit", lambda folder: save_file({"strange": torch.ones(2)}, folder / FILES[1]))
+    refused("not LoRA's", lambda folder: save_file({"strange": torch.ones(2)}, folder / FILES[1]))
     refused("damaged", lambda folder: (folder / "restorekv.json").write_text("{}"))
     refused("IA3", lambda folder: (folder / FILES[0]).write_text(json.dumps({"peft_type": "IA3"})))
     with pytest.raises(AdapterError, match="nor can it be fetched"):
@@ -313,6 +316,83 @@ def test_other_nonsense_is_refused(tiny_model, tmp_path):
     with pytest.raises(AdapterError):
         RestoreAdapter.create(tiny_model, 2, targets=("nothing_proj",))
     assert is_plain(tiny_model)
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"megatron_config": {"a": 1}, "megatron_core": "antigravity"}, "megatron_config"),
+        ({"rank_pattern": {"(a+)+$": 2}}, "no name of a layer"),
+        ({"r": 10**9}, "rank"),
+        ({"r": True}, "another type"),
+        ({"lora_alpha": 1e300}, "out of range"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"task_type": "OTHER"}, "damaged"),
+        ({"bias": "all"}, "bias"),
+    ],
+)
+def test_configs_of_strangers_are_refused(tmp_path, entry, words):
+    model = build_model("llama")
+    trained(model).save_pretrained(tmp_path)
+    (tmp_path / "restorekv.json").unlink()
+    config = json.loads((tmp_path / FILES[0]).read_text())
+    (tmp_path / FILES[0]).write_text(json.dumps(config | entry))
+    with pytest.raises(AdapterError, match=words):
+        RestoreAdapter.from_pretrained(model, tmp_path)
+
+
+def test_layers_chosen_by_a_pattern_are_those_with_tensors(tmp_path):
+    model = build_model("llama")
+    adapter = trained(model)
+    adapter.save_pretrained(tmp_path)
+    (tmp_path / "restorekv.json").unlink()
+    config = json.loads((tmp_path / FILES[0]).read_text())
+    (tmp_path / FILES[0]).write_text(json.dumps(config | {"target_modules": "(a+)+$"}))
+    again = RestoreAdapter.from_pretrained(model, tmp_path)
+    assert again.stored().weights_hash() == adapter.stored().weights_hash()
+
+
+def test_a_record_that_its_tensors_contradict_is_refused(tmp_path):
+    model = build_model("llama")
+    trained(model).save_pretrained(tmp_path)
+    card = json.loads((tmp_path / "restorekv.json").read_text())
+    for entry in (
+        {"restore_tokens": 7},
+        {"dtype": "float16"},
+        {"ratio_range": [0.5, 0.1]},
+        {"rope": []},
+        {"sha256": {}},
+    ):
+        (tmp_path / "restorekv.json").write_text(json.dumps(card | entry))
+        with pytest.raises(AdapterError):
+            RestoreAdapter.from_pretrained(model, tmp_path)
+
+
+@pytest.mark.parametrize("moved", range(6))
+def test_a_writer_that_was_killed_leaves_the_old_or_the_new_adapter(tmp_path, moved, monkeypatch):
+    model = build_model("llama")
+    old, new = trained(model, seed=1), trained(model, seed=2)
+    old.save_pretrained(tmp_path)
+    replace, calls = os.replace, []
+
+    def dying(source, target):
+        calls.append(source)
+        if len(calls) > moved:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(adapter_file.os, "replace", dying)
+    with contextlib.suppress(KeyboardInterrupt):
+        new.save_pretrained(tmp_path)
+    monkeypatch.undo()
+    assert hash_of(RestoreAdapter.from_pretrained(model, tmp_path)) == hash_of(new)
+    old.save_pretrained(tmp_path)
+    assert hash_of(RestoreAdapter.from_pretrained(model, tmp_path)) == hash_of(old)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(adapter_file.FILES)
+
+
+def hash_of(adapter):
+    return adapter.stored().weights_hash()
 
 
 def test_a_model_with_foreign_adapters_is_refused():

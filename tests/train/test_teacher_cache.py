@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from tokenizers import normalizers
 
@@ -113,6 +114,31 @@ def test_a_damaged_entry_is_named(tiny_tokenizer, tmp_path):
     path.write_bytes(path.read_bytes()[:50])
     with pytest.raises(RestoreKVError, match=f"{path.name} is damaged"):
         TeacherCache(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path)[0]
+
+
+@pytest.mark.parametrize("part", ["scores", "prefill", "teacher"])
+def test_entries_that_cannot_be_are_refused_and_older_ones_without_a_checksum_are_read(tiny_tokenizer, tmp_path, part):
+    model = build_model("qwen3")
+
+    def read():
+        return TeacherCache(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path, store_prefill=True)[0]
+
+    read()
+    path = next((tmp_path / part).iterdir())
+    raw = path.read_bytes()
+    good = safetensors.torch.load(raw)
+    safetensors.torch.save_file(good, path)
+    read()
+    bad = [{name: value for name, value in list(good.items())[1:]}, {**good, "surplus": torch.ones(1)}]
+    for name, value in good.items():
+        bad += [{**good, name: change} for change in (value[None].clone(), value.double(), value.float() * torch.nan)]
+    for tensors in bad:
+        safetensors.torch.save_file(tensors, path)
+        with pytest.raises(RestoreKVError, match=f"{path.name} is damaged"):
+            read()
+    path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    with pytest.raises(RestoreKVError, match="checksum"):
+        read()
 
 
 def test_a_full_disk_stops_before_it_is_full(tiny_tokenizer, tmp_path, monkeypatch):

@@ -167,12 +167,12 @@ def parse_json(file: Path, content: bytes, line: int = 1) -> object:
         raise RestoreKVError(f"{file}, line {line} is not JSON ({reason}); fix it or fetch the file again.") from error
 
 
-def parquet_rows(path: Path) -> Iterator[dict]:
-    """Yields rows as plain values; refuses a damaged file."""
+def parquet_rows(path: Path, raw: bytes | None = None) -> Iterator[dict]:
+    """Yields rows as plain values, of the bytes `raw` if they were read already; refuses a damaged file."""
     parquet, arrow = optional("pyarrow.parquet"), optional("pyarrow")
     try:
-        for batch in parquet.ParquetFile(path).iter_batches(256):
+        for batch in parquet.ParquetFile(path if raw is None else io.BytesIO(raw)).iter_batches(256):
             yield from batch.to_pylist()
-    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
+    except (arrow.ArrowException, OSError, ValueError, MemoryError) as error:
         reason = first_sentence(error)
         raise RestoreKVError(f"{path} is damaged or not a parquet file ({reason}); get or build it again.") from error

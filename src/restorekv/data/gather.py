@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -21,9 +22,12 @@ from restorekv.data.overlap import Evaluations, words
 from restorekv.data.self_study import SelfStudy
 from restorekv.data.sources import Source
 from restorekv.errors import RestoreKVError
+from restorekv.files import has_type, parse_json, read_bytes
 from restorekv.model.load import longest
 from restorekv.model.prompt import Context, encode, make_context
 
+LIMIT = 4 << 30  # bytes of the answers to one source
+ROWS = list[dict[str, Any]]
 MARGIN = 64  # positions reserved for the wording around the longest question
 Progress = Callable[[int, int, str], None]
 
@@ -33,11 +37,13 @@ class Attempts:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        content = path.read_bytes() if path.exists() else b""
+        content = read_bytes(path, str(path), LIMIT) if path.exists() else b""
         complete = content[: content.rfind(b"\n") + 1]
         try:
-            self.done = [json.loads(line) for line in complete.splitlines()]
-        except ValueError as error:
+            self.done = [parse_json(line, str(path)) for line in complete.split(b"\n")[:-1]]
+            if not all(has_type(line["context"], list[str]) and has_type(line["attempts"], ROWS) for line in self.done):
+                raise ValueError("a line has other entries")
+        except (ValueError, KeyError, TypeError) as error:
             raise RestoreKVError(f"{path} is damaged; delete it to ask its contexts again.") from error
         if len(complete) < len(content):  # a killed process left half a line
             os.truncate(path, len(complete))

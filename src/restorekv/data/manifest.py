@@ -10,13 +10,14 @@ import platform
 import shutil
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import __version__
-from restorekv.errors import RestoreKVError
-from restorekv.files import write_json
+from restorekv.errors import RestoreKVError, shown
+from restorekv.files import has_type, read_json, write_json
 from restorekv.model.load import model_fingerprint, model_name, rope_fingerprint
 from restorekv.model.prompt import template_hash
 from restorekv.model.tokenize import text_ids
@@ -24,6 +25,19 @@ from restorekv.model.tokenize import text_ids
 FORMAT, VERSION, NAME = "restorekv-data", 1, "manifest.json"
 RECORD, PARTS = "build.json", "parts"
 LIBRARIES = ("torch", "transformers", "datasets", "pyarrow")
+KEYS = {
+    "mixture": str, "model": dict[str, Any], "seed": int, "longest": int, "sources": dict[str, dict[str, Any]],
+    "licenses": dict[str, int],
+}  # fmt: skip
+COUNTS = dict[str, int]
+SOURCE_KEYS = {
+    "title": str, "examples": int, "contexts": int, "licenses": COUNTS, "rows": int, "attempts": int,
+    "dropped": COUNTS, "dropped_attempts": COUNTS, "from": dict[str, Any],
+}  # fmt: skip
+RECORD_KEYS = {
+    "config": dict[str, Any], "sources": dict[str, dict[str, Any]], "exclude": list[dict[str, Any]],
+    "model": dict[str, Any],
+}  # fmt: skip
 PROBE = "Kv 0123456789: naïve, “tabs”\t\n\n日本 😀 What? Yes! (a; b) 'c' - d/e."
 SAME = {"fingerprint": "model", "template": "chat template", "tokenizer": "tokenizer"}
 RENAMED = {"licence": "license", "licences": "licenses"}  # keys as older files spell them
@@ -67,16 +81,40 @@ def read_manifest(folder: Path) -> dict:
         fix = "finish it with restorekv data build --resume" if unfinished else "give a folder of restorekv data build"
         raise RestoreKVError(f"There is no {path}; {fix}.")
     try:
-        manifest = renamed_keys(json.loads(path.read_text(encoding="utf-8")))
-        known = manifest["format"] == FORMAT and {"model", "sources", "longest", "licenses"} <= set(manifest)
-        number = manifest["version"]
-    except (ValueError, KeyError, TypeError) as error:
+        manifest = renamed_keys(read_json(path, "It"))
+        number, known = manifest["version"], manifest["format"] == FORMAT and {"model", "sources"} <= set(manifest)
+    except (RestoreKVError, KeyError, TypeError) as error:
         raise RestoreKVError(f"{path} is damaged or not a manifest of restorekv; build the data again.") from error
     if not known:
         raise RestoreKVError(f"{path} is not a manifest of restorekv's data; give a folder of restorekv data build.")
     if number != VERSION:
-        raise RestoreKVError(f"{path} has version {number}, not {VERSION}; use another restorekv or build again.")
+        raise RestoreKVError(
+            f"{path} has version {shown(number)}, not {VERSION}; use another restorekv or build again."
+        )
+    if problem := fault(manifest):
+        raise RestoreKVError(f"{path} is damaged ({problem}); build the data again.")
     return manifest
+
+
+def fault(manifest: dict) -> str | None:
+    """Returns what is wrong with a manifest, or None."""
+    problem = lacking(manifest, KEYS)
+    for name, source in () if problem else manifest["sources"].items():
+        file = source.get("file")
+        problem = problem or lacking(source, SOURCE_KEYS) or lacking(file, {"name": str, "sha256": str})
+        if not problem and file["name"] != f"{name}.parquet":
+            problem = "a source's file has another name"  # which might lead out of the folder
+    if not problem and (
+        manifest["longest"] < 1 or any(source["examples"] < 1 for source in manifest["sources"].values())
+    ):
+        problem = "a number is out of range"
+    return problem
+
+
+def lacking(value: object, hints: dict[str, Any]) -> str | None:
+    """Returns which entry of an object is missing or of another type, or None."""
+    own = value if isinstance(value, dict) else {}
+    return next((f"its {key}" for key, hint in hints.items() if key not in own or not has_type(own[key], hint)), None)
 
 
 def check_model(manifest: dict, model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
@@ -118,13 +156,13 @@ def earlier_build(out: Path) -> dict | None:
         excluded = manifest.get("exclusion", {}).get("files", [])
         settings = manifest.get("settings", {})
         return {"config": settings, "sources": known, "exclude": excluded, "model": manifest["model"]}
-    try:
-        record = renamed_keys(json.loads((out / RECORD).read_text(encoding="utf-8")))
-    except FileNotFoundError:
+    if not (out / RECORD).exists():
         return None
-    except ValueError:
+    try:
+        record = renamed_keys(read_json(out / RECORD, "The record"))
+    except RestoreKVError:
         record = None
-    if not isinstance(record, dict) or not {"config", "sources", "exclude", "model"} <= set(record):
+    if lacking(record, RECORD_KEYS):
         raise RestoreKVError(f"{out / RECORD} is damaged or not written by restorekv; build into another folder.")
     return record
 

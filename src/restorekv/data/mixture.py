@@ -6,24 +6,25 @@ Every source is a parquet file with a row per question; a repeated context is st
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.data.files import optional, parquet_rows, sha256
+from restorekv.data.files import optional, parquet_rows
 from restorekv.data.manifest import check_model, read_manifest, renamed_keys
 from restorekv.data.passages import FACT, HUMAN, LISTED, REPEAT
 from restorekv.data.self_study import KINDS, PROMPT
 from restorekv.data.sources import ASKED_ONCE, LICENSES
 from restorekv.errors import RestoreKVError
-from restorekv.files import replacing
+from restorekv.files import read_bytes, replacing
 
 TEXTS = ("source", "document", "context", "kind", "question", "answer", "license")
 NUMBERS = ("context_tokens", "question_tokens", "answer_tokens")
 COLUMNS = (*TEXTS, *NUMBERS, "answer_ids")
 KNOWN_KINDS = {*KINDS, PROMPT, HUMAN, FACT, REPEAT, LISTED}
+LIMIT = 4 << 30  # bytes of a file
 PAGE = 256 * 2**20  # bytes of a dictionary page: all contexts of a file
 
 
@@ -76,18 +77,20 @@ def read_mixture(
     contexts: list[MixtureContext] = []
     for name, source in manifest["sources"].items():
         path = folder / source["file"]["name"]
-        if not path.is_file():
+        if not path.exists():
             raise RestoreKVError(f"{path} is missing; get or build the data again.")
+        raw = read_bytes(path, str(path), LIMIT)
         # Rows first: a bad row tells the reader more than a checksum that does not match.
-        rows = list(checked_rows(path, name, limit))
-        if sha256(path) != source["file"]["sha256"] or len(rows) != source["examples"]:
+        rows = list(checked_rows(path, raw, name, limit, source["examples"]))
+        if hashlib.sha256(raw).hexdigest() != source["file"]["sha256"] or len(rows) != source["examples"]:
             raise RestoreKVError(f"{path} is not the file that the manifest describes; get or build the data again.")
         contexts += grouped(rows)
     return contexts, manifest
 
 
-def checked_rows(path: Path, source: str, limit: int) -> Iterator[dict]:
-    for number, row in enumerate(map(renamed_keys, parquet_rows(path)), 1):
+def checked_rows(path: Path, raw: bytes, source: str, limit: int, count: int) -> Iterator[dict]:
+    """Yields at most one row more than `count`."""
+    for number, row in enumerate(map(renamed_keys, islice(parquet_rows(path, raw), count + 1)), 1):
         if missing := [name for name in COLUMNS if name not in row]:
             raise RestoreKVError(f"{path} lacks the column {missing[0]}; build the data again.")
         if problem := fault(row, source, limit):
@@ -106,10 +109,12 @@ def fault(row: dict, source: str, limit: int) -> str | None:
         f"belongs to {row['source']!r}, not {source!r}": row["source"] != source,
         f"has the unknown kind {row['kind']!r}": row["kind"] not in KNOWN_KINDS,
         f"has the unknown license {row['license']!r}": row["license"] not in LICENSES,
+        "has no document": not row["document"].strip(),
         "has an empty context": not row["context"].strip() or row["context_tokens"] < 1,
         "has an empty question": row["kind"] != PROMPT and not row["question"].strip(),
         "has an empty answer": not row["answer"].strip() or not ids,
         "has invalid answer ids": not isinstance(ids, list) or any(not isinstance(i, int) or i < 0 for i in ids),
+        "has another number of answer ids than it says": isinstance(ids, list) and len(ids) != row["answer_tokens"],
         f"has a context of {row['context_tokens']} tokens, more than {limit}": row["context_tokens"] > limit,
     }
     return next((problem for problem, wrong in problems.items() if wrong), None)

@@ -7,13 +7,14 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Self, TypeVar, get_type_hints
 
 from restorekv import tasks
 from restorekv.compression.budget import exact_ratio, from_file, to_file
 from restorekv.compression.compressor import make_compressor, shipped_adapter
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import RestoreKVError
+from restorekv.files import has_type
 from restorekv.model.load import BUNDLED, bundled_path, canonical
 
 Item = TypeVar("Item")
@@ -82,7 +83,10 @@ class Cell:
     @classmethod
     def from_dict(cls, stored: dict) -> Self:
         """Reads what `to_dict` wrote, in this version or an older one."""
-        return cls(**from_file(stored))
+        cell, hints = cls(**from_file(stored)), get_type_hints(cls)
+        if wrong := [name for name, hint in hints.items() if not has_type(getattr(cell, name), hint)]:
+            raise TypeError(f"{wrong[0]} has another type")
+        return cell
 
     @property
     def name(self) -> str:

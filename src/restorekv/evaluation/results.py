@@ -13,19 +13,33 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from restorekv.compression.prepared import CompressionConfig
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, first_sentence
 from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.stats import Answer
-from restorekv.files import write_json
+from restorekv.files import has_type, parse_json, read_bytes, write_json
 from restorekv.model.load import model_fingerprint, model_name, rope_fingerprint
 from restorekv.model.shape import CacheShape
 
 CELLS, CELL, ANSWERS, SECONDS, SUMMARY = "cells", "cell.json", "answers.jsonl", "seconds.jsonl", "summary.json"
+LINES_LIMIT = 1 << 30  # bytes
+# What the files hold at least, by type; older versions wrote fewer figures than this one.
+FACTS = dict[str, Any]
+CONVENTIONS = {
+    "method": str, "adapter": dict[str, Any] | None, "fingerprint": str, "shape": dict[str, int], "dtype": str,
+    "device": str, "prefix_policy": str, "on_tight": str, "allocation": str, "restore_from": str, "offset": int,
+}  # fmt: skip
+LINE = {
+    "tokens": int, "prefix": int, "pairs": float, "pairs_with_prefix": float, "bytes": float,
+    "answers": list[dict[str, Any]],
+}  # fmt: skip
+ANSWER = {"task": str, "id": str | int, "prediction": str, "score": float}
+FIGURES = {"questions": int, "samples": int, "tasks": dict[str, dict[str, Any]], "groups": dict[str, dict[str, Any]]}
 PACKAGES = ("restorekv", "torch", "transformers", "peft")
 
 
@@ -44,12 +58,21 @@ class Result:
     @cached_property
     def summary(self) -> dict:
         """Score, interval, tasks, groups, pairs and bytes; raises FileNotFoundError for a cell that is not done."""
-        return parsed(self.folder / SUMMARY, (self.folder / SUMMARY).read_bytes())
+        path = self.folder / SUMMARY
+        figures = checked(path, read_bytes(path, str(path)), FIGURES)
+        if (figures["samples"], figures["questions"]) != (len(self.lines), len(self.answers)):
+            raise RestoreKVError(f"{path} is of other answers than {ANSWERS} beside it; remove it and start again.")
+        return figures
 
     @cached_property
     def lines(self) -> list[dict]:
         """The contexts answered so far, in the order of their answers."""
-        return list(complete_lines(self.folder / ANSWERS))
+        lines = list(complete_lines(self.folder / ANSWERS))
+        for line in lines:
+            require(self.folder / ANSWERS, line, LINE)
+            for answer in line["answers"]:
+                require(self.folder / ANSWERS, answer, ANSWER)
+        return lines
 
     @property
     def answers(self) -> list[Answer]:
@@ -74,18 +97,26 @@ def answers_of(contexts: Iterable[tuple[Hashable, dict]]) -> list[Answer]:
 
 def complete_lines(path: Path) -> Iterator[dict]:
     """Yields the whole lines of a file of JSON lines; a half-written line at its end is left out."""
-    if not path.exists():
-        return
-    for line in path.read_bytes().splitlines(keepends=True):
-        if line.endswith(b"\n"):
-            yield parsed(path, line)
+    if path.exists():
+        for line in read_bytes(path, str(path), LINES_LIMIT).split(b"\n")[:-1]:
+            yield checked(path, line, {})
 
 
-def parsed(path: Path, text: bytes) -> dict:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise RestoreKVError(f"{path} is damaged ({error}); remove it and start again.") from error
+def checked(path: Path, text: bytes, hints: dict[str, Any]) -> dict:
+    """Returns the JSON object of a file or line, which has entries of these types."""
+    parsed = parse_json(text, str(path))
+    require(path, parsed, hints)
+    return parsed
+
+
+def require(path: Path, value: object, hints: dict[str, Any]) -> None:
+    """Refuses a JSON value that is no object with entries of these types."""
+    own = value if isinstance(value, dict) else {}
+    wrong = [key for key, hint in hints.items() if key not in own or not has_type(own[key], hint)]
+    if wrong:
+        raise RestoreKVError(
+            f"{path} is damaged ({wrong[0]} is missing or of another type); remove it and start again."
+        )
 
 
 def append_line(path: Path, line: dict) -> None:
@@ -122,10 +153,13 @@ def differences(before: dict, now: dict) -> str:
 
 def read(path: Path) -> Result:
     try:
-        stored = json.loads((path / CELL).read_text(encoding="utf-8"))
+        stored = checked(
+            path / CELL, read_bytes(path / CELL, str(path / CELL)), {"cell": dict[str, Any], "facts": FACTS}
+        )
+        require(path / CELL, stored["facts"], CONVENTIONS)
         return Result(path, Cell.from_dict(stored["cell"]), stored["facts"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RestoreKVError(f"{path} holds no cell of restorekv ({error}); remove it.") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise RestoreKVError(f"{path} holds no cell of restorekv ({first_sentence(error)}); remove it.") from error
 
 
 def load(folder: Path) -> list[Result]:

@@ -14,18 +14,18 @@ The header holds the card and a SHA-256 over the card and every tensor.
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from restorekv.errors import GateError
-from restorekv.files import replacing
+from restorekv import files
+from restorekv.errors import GateError, raised_as, shown
+from restorekv.files import has_type, replacing
 from restorekv.model import base_weights
 from restorekv.model.load import SHIPPING, model_fingerprint, model_name, rope_fingerprint, shipped_path
 from restorekv.model.shape import CacheShape
@@ -34,6 +34,7 @@ FORMAT, VERSION = "restorekv-gate", "1"
 TARGETS = {"fastkvzip": "kvzip", "kvzap-linear": "kvzip+", "kvzap-mlp": "kvzip+"}  # what each kind predicts
 KINDS = tuple(TARGETS)
 MAKE = "make one with restorekv train-gate, or restorekv convert-gate for a published one"
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 Layer = Mapping[str, Tensor]
 
 
@@ -49,6 +50,11 @@ class GateCard:
     settings: dict[str, object] = field(default_factory=dict)
     figures: dict[str, float] = field(default_factory=dict)
     weights: dict[str, object] | None = None
+
+    def __post_init__(self) -> None:
+        wrong = [field.name for field in fields(self) if not has_type(getattr(self, field.name), field.type)]
+        if wrong or TARGETS.get(self.kind) is None:
+            raise TypeError(f"the field {(wrong or ['kind'])[0]} of the card has another type or value")
 
     @classmethod
     def of(cls, model: PreTrainedModel, kind: str, target: str, **described: dict) -> "GateCard":
@@ -83,33 +89,43 @@ def write(path: Path, gate: Gate) -> None:
 
 
 def read(path: Path) -> Gate:
-    """Reads a gate; refuses a file that differs in any way from what `write` wrote."""
-    header = read_header(path)
+    """Reads a gate, once; refuses a file that differs in any way from what `write` wrote."""
+    header, tensors = opened(path)
     try:
-        tensors = safetensors.torch.load_file(path)
         intact = digest(tensors, header["card"]) == header["sha256"]
-        card = GateCard(**json.loads(header["card"])) if intact else None
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+        card = GateCard(**files.parse_json(header["card"], "The card")) if intact else None
+    except (KeyError, TypeError, ValueError):
         card = None
     if card is None:
         raise GateError(f"The gate {path} is damaged; {MAKE}.")
-    return Gate(split(tensors), card, digest(tensors, "")[:16])
+    check_numbers(path, tensors)
+    return Gate(split(path, tensors), card, digest(tensors, "")[:16])
 
 
 def read_header(path: Path) -> dict[str, str]:
     """Returns the header of a gate file of this version."""
-    if not path.is_file():
+    return opened(path)[0]
+
+
+def opened(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Returns header and tensors of a gate file of this version."""
+    if path.is_dir() or not path.exists():
         raise GateError(f"There is no gate file {path}; {MAKE}.")
-    try:
-        with safe_open(path, "pt") as file:
-            header = file.metadata() or {}
-    except (OSError, SafetensorError) as error:
-        raise GateError(f"The gate {path} is damaged or not a safetensors file; {MAKE}.") from error
+    with raised_as(GateError):
+        header, tensors = files.read_tensors(path, f"The gate {path}")
     if header.get("format") != FORMAT:
         raise GateError(f"{path} is a safetensors file but not a gate of restorekv; {MAKE}.")
     if header.get("version") != VERSION:
-        raise GateError(f"The gate {path} has format version {header.get('version')}, this restorekv reads {VERSION}.")
-    return header
+        version = shown(header.get("version"))
+        raise GateError(f"The gate {path} has format version {version}, this restorekv reads {VERSION}.")
+    return header, tensors
+
+
+def check_numbers(name: object, tensors: Mapping[str, Tensor]) -> None:
+    """Refuses parameters that are no finite numbers of a kind that gates have."""
+    for parameter, tensor in tensors.items():
+        if tensor.dtype not in DTYPES or not torch.isfinite(tensor).all():
+            raise GateError(f"The gate {name} has numbers that are not finite ({shown(parameter)}); {MAKE}.")
 
 
 def digest(tensors: Mapping[str, Tensor], card: str) -> str:
@@ -121,15 +137,16 @@ def digest(tensors: Mapping[str, Tensor], card: str) -> str:
     return sha256.hexdigest()
 
 
-def split(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Returns a mapping per layer from the file's names; others are dropped, and `check_shapes` then misses them."""
-    layers: dict[int, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        head, _, rest = name.partition(".")
+def split(name: object, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Returns a mapping per layer from the names of a file's tensors; refuses other names."""
+    layers: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        head, _, rest = key.partition(".")
         number, _, parameter = rest.partition(".")
-        if head == "layers" and number.isdecimal():
-            layers.setdefault(int(number), {})[parameter] = tensor
-    return [layers.get(index, {}) for index in range(max(layers, default=-1) + 1)]
+        layers.setdefault(number if head == "layers" else key, {})[parameter] = tensor
+    if set(layers) != {str(index) for index in range(len(layers))}:
+        raise GateError(f"The gate {name} has tensors that no gate has, or lacks a layer; {MAKE}.")
+    return [layers[str(index)] for index in range(len(layers))]
 
 
 def shapes(kind: str, shape: CacheShape, layer: Layer) -> dict[str, tuple[int, ...]]:
@@ -172,11 +189,11 @@ def check(name: object, gate: Gate, model: PreTrainedModel, kinds: Sequence[str]
         raise GateError(f"The gate {name} is of the kind {card.kind}, not {' or '.join(kinds)}; {MAKE}.")
     if card.rope != own.rope:
         raise GateError(
-            f"The gate {name} was made with RoPE {card.rope}, the model has {own.rope}; "
+            f"The gate {name} was made with RoPE {shown(card.rope)}, the model has {own.rope}; "
             "load the model with the same RoPE configuration."
         )
     if not base_weights.fits(f"gate {name}", card, own):
-        raise GateError(f"The gate {name} was made for another model ({card.model}); load that one, or {MAKE}.")
+        raise GateError(f"The gate {name} was made for another model ({shown(card.model)}); load that one, or {MAKE}.")
     check_shapes(name, card.kind, gate.layers, CacheShape.of(model))
 
 

@@ -7,22 +7,22 @@ KVzap       nvidia/KVzap-linear-<model>, nvidia/KVzap-mlp-<model>: config.json a
             layers.<l>.0.weight, layers.<l>.2.weight and biases.
 """
 
-import json
+import io
 from pathlib import Path
 
 import numpy as np
-import safetensors.torch
 import torch
 from huggingface_hub import hf_hub_download, snapshot_download
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from restorekv import files
 from restorekv.errors import GateError
-from restorekv.evictors.gate_file import TARGETS, Gate, GateCard, check_shapes, split
+from restorekv.evictors.gate_file import TARGETS, Gate, GateCard, check_numbers, check_shapes, split
 from restorekv.model.shape import CacheShape
 
 FAST_KVZIP = "Jang-Hyun/Fast-KVzip"
+PICKLE_LIMIT = 1 << 30  # bytes; the published files have a few megabytes
 Layers = list[dict[str, Tensor]]
 
 
@@ -34,6 +34,8 @@ def convert(source: str, model: PreTrainedModel) -> Gate:
     if path.is_file() and path.suffix == ".safetensors":
         raise GateError(f"{path} is not a pickle of Fast KVzip; if it is a gate of restorekv, use it with gate={path}.")
     kind, layers = read_folder(path) if path.is_dir() else ("fastkvzip", read_pickle(path))
+    for index, layer in enumerate(layers):
+        check_numbers(source, {f"layers.{index}.{name}": tensor for name, tensor in layer.items()})
     check_shapes(source, kind, layers, CacheShape.of(model))
     return Gate(layers, GateCard.of(model, kind, TARGETS[kind], settings={"source": source}))
 
@@ -58,7 +60,8 @@ def read_pickle(path: Path) -> Layers:
     arrays += [np.ndarray, np.dtype, np.dtypes.Float64DType, np.dtypes.Float32DType]
     try:
         with torch.serialization.safe_globals(arrays):
-            layers = torch.load(path, map_location="cpu", weights_only=True)["module"]
+            raw = io.BytesIO(files.read_bytes(path, str(path), PICKLE_LIMIT))
+            layers = torch.load(raw, map_location="cpu", weights_only=True)["module"]
         plain = all(isinstance(tensor, Tensor) for layer in layers for tensor in layer.values())
     except Exception as error:  # damaged pickles and those with code raise many kinds
         raise GateError(
@@ -72,14 +75,14 @@ def read_pickle(path: Path) -> Layers:
 def read_folder(folder: Path) -> tuple[str, Layers]:
     """Reads a KVzap gate, which is linear if its config has no hidden_dim."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = files.read_json(folder / "config.json", f"{folder / 'config.json'}")
         kind = "kvzap-linear" if config.get("hidden_dim") is None else "kvzap-mlp"
         known = config.get("model_type") == "kvzap"
         tensors: dict[str, Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
-            tensors |= safetensors.torch.load_file(file)
-    except (OSError, ValueError, AttributeError, SafetensorError) as error:
+            tensors |= files.read_tensors(file, str(file))[1]
+    except (ValueError, AttributeError) as error:
         raise GateError(f"{folder} is damaged or not a KVzap gate; give a folder with its config.json.") from error
     if not known:
         raise GateError(f"{folder} is not a KVzap gate according to its config.json; give a folder of one.")
-    return kind, split(tensors)
+    return kind, split(folder, tensors)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from restorekv.errors import RestoreKVWarning
+from restorekv.errors import RestoreKVWarning, shown
 from restorekv.model.load import FINGERPRINTS, WEIGHTS, base_parameters, model_fingerprint, samples
 from restorekv.model.shape import CacheShape
 
@@ -81,7 +81,9 @@ def fits(what: str, card: Record, own: Record) -> bool:
     if not similarity(card.weights, own.weights) >= ALIKE:
         return False
     trained, here = ((each.weights or {}).get("source") for each in (card, own))
-    message = f"The {what} was made for other weights of {card.model}" + (f", {trained}" if trained else "")
+    message = f"The {what} was made for other weights of {shown(card.model)}" + (
+        f", {shown(trained)}" if trained else ""
+    )
     message += f", than these, {here}" if here else ""
     warnings.warn(f"{message}; expect slightly worse answers.", RestoreKVWarning, stacklevel=4)
     return True

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from restorekv.errors import AdapterError, RestoreKVWarning
+from restorekv.errors import AdapterError, RestoreKVWarning, shown
 from restorekv.model import base_weights
 from restorekv.model.load import NAMES, hub_name, model_fingerprint, model_name, rope_fingerprint
 from restorekv.model.shape import CacheShape, decoder
 from restorekv.restore import adapter_file, publish
 from restorekv.restore.adapter_file import Card, Stored, plain
-from restorekv.restore.lora import NAME, build
+from restorekv.restore.lora import NAME, build, check_fit
 from restorekv.restore.model_card import identifier, inherited
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -114,6 +114,7 @@ class RestoreAdapter(nn.Module):
         if stored.card is not None:
             adapter_file.check_model(name, stored.card, own)
         card = publish.with_origin(stored.card or own, name, folder, bare=stored.card is None)
+        check_fit(name, model, stored.lora)
         adapter = cls(model, stored.config, stored.embeddings, card)
         adapter.load_lora(name, stored.lora)
         publish.warn_of_license(name, card)
@@ -216,7 +217,7 @@ class RestoreAdapter(nn.Module):
             ("text between document and question", card.between, between),
         ):
             if card.evictor and None not in (trained, used) and trained != used:
-                before, now = (text if text and text.isprintable() else repr(text) for text in (trained, used))
+                before, now = (shown(text) if text else repr(text) for text in (trained, used))
                 messages.append(f"The adapter was trained with the {what} {before}, not {now}; expect worse answers.")
         for message in messages:
             warnings.warn(message, RestoreKVWarning, stacklevel=2)

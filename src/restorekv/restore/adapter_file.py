@@ -6,10 +6,12 @@ restorekv.json                                   the record of its training, wit
 README.md                                        the model card; only its license is read back
 """
 
+import errno
 import hashlib
 import json
 import os
-import tempfile
+import shutil
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,16 +19,23 @@ from typing import Any
 import torch
 from peft import LoraConfig
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from restorekv.errors import AdapterError
+from restorekv import files
+from restorekv.errors import AdapterError, first_sentence, raised_as, shown
+from restorekv.files import HOST, NUMBERS, has_type, sweep
 from restorekv.model import base_weights
+from restorekv.restore.lora import config_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 EMBEDDINGS, CARD = "restore_embeddings.safetensors", "restorekv.json"
 README = "README.md"
 FILES = (CARD, CONFIG, WEIGHTS, EMBEDDINGS, README)
+SUMMED = (CONFIG, WEIGHTS, EMBEDDINGS)  # their checksums are in the card
+SUM = "card_sha256"
+PENDING = ".replacing"  # new files on the way to their places
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 PREFIX = "base_model.model."  # what PEFT puts before the names of the model's own modules
 VERSION = 1
 
@@ -62,11 +71,10 @@ class Card:
     between: str | None = None
 
     def __post_init__(self) -> None:
-        dicts = [*(self.data or ()), *(self.results or ()), self.settings or {}, self.weights or {}]
-        texts = (self.license, self.source, self.between)
-        typed = all(isinstance(each, dict) for each in dicts) and all(isinstance(each, str | None) for each in texts)
-        if not (typed and isinstance(self.local, bool | None)):
-            raise TypeError("a field of the record has another type")
+        wrong = [field.name for field in fields(self) if not has_type(getattr(self, field.name), field.type)]
+        low, high = self.ratio_range or (1, 1)
+        if wrong or not 0 < low <= high <= 1:
+            raise TypeError(f"the field {(wrong or ['ratio_range'])[0]} of the record has another type or value")
 
 
 @dataclass(frozen=True)
@@ -105,98 +113,158 @@ def with_license_key(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(folder: Path, stored: Stored, readme: str | None = None) -> None:
-    """Completes all files before it replaces the first one of an older adapter; keeps README.md without a `readme`."""
+    """Replaces an older adapter as a whole; keeps its README.md without a `readme`.
+
+    All files are completed in a folder of this process. The moment that folder is called PENDING, they are the
+    adapter, wherever a process dies; `settle` then moves them to their places.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as name:
-            fresh = Path(name)
-            stored.config.save_pretrained(name)
-            config = json.loads((fresh / CONFIG).read_text(encoding="utf-8"))
-            if isinstance(config.get("target_modules"), list):  # a set, in another order in every process
-                config["target_modules"].sort()
-            (fresh / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-            lora = {PREFIX + key: value.contiguous() for key, value in stored.lora.items()}
-            save_file(lora, fresh / WEIGHTS, metadata={"format": "pt"})
-            save_file({"restore_embeddings": stored.embeddings.contiguous()}, fresh / EMBEDDINGS)
-            sums = {file: digest(fresh / file) for file in (CONFIG, WEIGHTS, EMBEDDINGS)}
-            card = {"version": VERSION, **asdict(stored.card), "sha256": sums}
-            (fresh / CARD).write_text(json.dumps(card, indent=2, sort_keys=True) + "\n")
-            if readme is not None:
-                (fresh / README).write_text(readme, encoding="utf-8")
-            for file in FILES if readme is not None else FILES[:-1]:
-                os.replace(fresh / file, folder / file)
+        sweep(folder / "saving")
+        fresh = folder / f".saving.{HOST}-{os.getpid()}-{next(NUMBERS)}.tmp"
+        fresh.mkdir()
+        try:
+            complete(fresh, stored, readme)
+            while not committed(fresh, folder / PENDING):
+                settle(folder)
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+        settle(folder)
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"Cannot write the adapter to {folder}; choose a writable folder ({error}).") from error
 
 
+def complete(fresh: Path, stored: Stored, readme: str | None) -> None:
+    """Writes every file of an adapter."""
+    stored.config.save_pretrained(str(fresh))
+    config = json.loads((fresh / CONFIG).read_text(encoding="utf-8"))
+    if isinstance(config.get("target_modules"), list):  # a set, in another order in every process
+        config["target_modules"].sort()
+    (fresh / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    lora = {PREFIX + key: value.contiguous() for key, value in stored.lora.items()}
+    save_file(lora, fresh / WEIGHTS, metadata={"format": "pt"})
+    save_file({"restore_embeddings": stored.embeddings.contiguous()}, fresh / EMBEDDINGS)
+    sums = {file: digest((fresh / file).read_bytes()) for file in SUMMED}
+    card = {"version": VERSION, **asdict(stored.card), "sha256": sums}
+    card[SUM] = card_sum(card)
+    (fresh / CARD).write_text(json.dumps(card, indent=2, sort_keys=True) + "\n")
+    if readme is not None:
+        (fresh / README).write_text(readme, encoding="utf-8")
+
+
+def committed(fresh: Path, pending: Path) -> bool:
+    """Gives the folder of new files its name, unless another process is just moving its own there."""
+    try:
+        fresh.rename(pending)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            return False
+        raise
+    return True
+
+
+def settle(folder: Path) -> None:
+    """Moves the files of PENDING to their places; several processes may do so at a time, or continue a dead one's."""
+    for file in FILES:
+        with suppress(FileNotFoundError):
+            os.replace(folder / PENDING / file, folder / file)
+    with suppress(OSError):
+        (folder / PENDING).rmdir()
+
+
+def place(folder: Path, file: str) -> Path:
+    """Returns where a file of the adapter is: in its place, or where a process that was killed left it."""
+    pending = folder / PENDING / file
+    return pending if pending.exists() else folder / file
+
+
 def read(folder: Path) -> Stored:
-    """Raises AdapterError for anything but a complete and undamaged adapter."""
-    for file in (CONFIG, WEIGHTS, EMBEDDINGS):
-        if not (folder / file).is_file():
-            raise AdapterError(f"{folder} has no {file}; give the folder of a complete restore adapter.")
-    card = read_card(folder)
-    embeddings = tensors(folder / EMBEDDINGS).get("restore_embeddings")
+    """Raises AdapterError for anything but a complete and undamaged adapter; reads every file once."""
+    missing = [file for file in SUMMED if not place(folder, file).exists()]
+    if missing:
+        raise AdapterError(f"{folder} has no {missing[0]}; give the folder of a complete restore adapter.")
+    with raised_as(AdapterError):
+        paths = {file: place(folder, file) for file in SUMMED}
+        raw = {CONFIG: files.read_bytes(paths[CONFIG], str(paths[CONFIG]))}
+        raw |= {file: files.read_tensor_bytes(paths[file], str(paths[file])) for file in (WEIGHTS, EMBEDDINGS)}
+        card = read_card(folder, raw)
+        lora = {key.removeprefix(PREFIX): value for key, value in tensors(raw[WEIGHTS], folder / WEIGHTS).items()}
+        config = read_config(folder, raw[CONFIG], lora)
+        embeddings = tensors(raw[EMBEDDINGS], folder / EMBEDDINGS).get("restore_embeddings")
     if embeddings is None or embeddings.ndim != 2 or 0 in embeddings.shape:
         raise AdapterError(f"{folder / EMBEDDINGS} has no tensor restore_embeddings (n, d); use another adapter.")
-    lora = {key.removeprefix(PREFIX): value for key, value in tensors(folder / WEIGHTS).items()}
-    return Stored(read_config(folder), lora, embeddings, card)
+    kinds = {str(value.dtype).removeprefix("torch.") for value in lora.values()}
+    known = card is None or (card.restore_tokens == len(embeddings) and embeddings.dtype == torch.float32)
+    if not known or (card and kinds - {card.dtype}):
+        raise AdapterError(f"{folder / CARD} contradicts the tensors; fetch or train the adapter again.")
+    return Stored(config, lora, embeddings, card)
 
 
-def read_config(folder: Path) -> LoraConfig:
-    """Returns the LoRA config; refuses other kinds of adapter."""
-    try:
-        kind = json.loads((folder / CONFIG).read_text()).get("peft_type")
-        config = LoraConfig.from_pretrained(str(folder))
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise AdapterError(f"{folder / CONFIG} is damaged; fetch or train the adapter again.") from error
+def read_config(folder: Path, raw: bytes, lora: dict[str, Tensor]) -> LoraConfig:
+    """Returns the LoRA config; refuses other kinds of adapter and one that the tensors contradict."""
+    entries = files.parse_json(raw, str(folder / CONFIG))
+    kind = entries.get("peft_type") if isinstance(entries, dict) else None
     if kind != "LORA":
-        raise AdapterError(f"{folder} holds a {kind} adapter; a restore adapter is a LORA one.")
-    return config
-
-
-def read_card(folder: Path) -> Card | None:
-    """Returns the card, after it compares the checksums; None where there is no restorekv.json."""
-    path = folder / CARD
-    if not path.is_file():
-        return None
+        raise AdapterError(f"{folder} holds a {str(kind)[:40]!r} adapter; a restore adapter is a LORA one.")
     try:
-        entries = with_license_key(json.loads(path.read_text()))
+        return config_of(entries, lora)
+    except (ValueError, TypeError) as error:
+        why = f"{folder / CONFIG} is damaged or of no restore adapter ({first_sentence(error)})"
+        raise AdapterError(f"{why}; fetch or train the adapter again.") from error
+
+
+def read_card(folder: Path, raw: dict[str, bytes]) -> Card | None:
+    """Returns the card, after it compares the checksums; None where there is no restorekv.json."""
+    path = place(folder, CARD)
+    if not path.exists():
+        return None
+    entries = files.read_json(path, str(path))
+    try:
+        if entries.get(SUM, card_sum(entries)) != card_sum(entries):
+            raise ValueError("the checksum does not match")
+        entries = with_license_key(entries)
         version, sums = entries["version"], entries["sha256"]
+        if version != VERSION:
+            raise AdapterError(f"{path} has format version {version!r}; this restorekv reads version {VERSION}.")
         span = entries["ratio_range"]
         card = Card(**{field.name: entries[field.name] for field in fields(Card) if field.name in entries})
         card = replace(card, ratio_range=span and tuple(span))
-        changed = [file for file, expected in sums.items() if digest(folder / file) != expected]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        changed = [file for file, content in raw.items() if digest(content) != sums[file]]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, AdapterError):
+            raise
         raise AdapterError(f"{path} is damaged; fetch or train the adapter again.") from error
-    if version != VERSION:
-        raise AdapterError(f"{path} has format version {version}; this restorekv reads version {VERSION}.")
     if changed:
         raise AdapterError(f"{folder / changed[0]} is not the file that was saved; fetch or train the adapter again.")
     return card
 
 
-def tensors(path: Path) -> dict[str, Tensor]:
-    """Reads safetensors only: it never opens a pickle, whatever the file is called."""
-    try:
-        loaded = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise AdapterError(f"{path} is damaged or no safetensors file; fetch or train the adapter again.") from error
+def tensors(raw: bytes, path: Path) -> dict[str, Tensor]:
+    """Returns the tensors of safetensors, never those of a pickle, whatever the file is called."""
+    loaded = files.open_tensors(raw, str(path))[1]
+    if not all(tensor.dtype in DTYPES for tensor in loaded.values()):
+        raise AdapterError(f"{path} holds numbers of another kind than an adapter's; use another adapter.")
     if not all(torch.isfinite(tensor).all() for tensor in loaded.values()):
         raise AdapterError(f"{path} holds numbers that are not finite; use another adapter.")
     return loaded
 
 
-def digest(path: Path) -> str:
-    """Returns the SHA-256 of a file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def card_sum(card: dict[str, Any]) -> str:
+    """Returns the checksum of a card's other entries; older cards hold none."""
+    others = {key: value for key, value in card.items() if key != SUM}
+    return digest(json.dumps(others, sort_keys=True).encode())
+
+
+def digest(raw: bytes) -> str:
+    return hashlib.sha256(raw).hexdigest()
 
 
 def check_model(name: str | Path, card: Card, own: Card) -> None:
     """Refuses another model or another rotation of its keys; warns of other weights of the same model."""
     if card.rope != own.rope:
         raise AdapterError(
-            f"The adapter {name} was trained with RoPE {card.rope}, the model has {own.rope}; "
+            f"The adapter {name} was trained with RoPE {shown(card.rope)}, the model has {own.rope}; "
             "load the model with the same RoPE configuration."
         )
     if not base_weights.fits(f"adapter {name}", card, own):
-        raise AdapterError(f"The adapter {name} was trained for another model ({card.model}); load that one.")
+        raise AdapterError(f"The adapter {name} was trained for another model ({shown(card.model)}); load that one.")

@@ -18,6 +18,8 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from peft import LoraConfig
 
+from restorekv.errors import RestoreKVError
+from restorekv.files import read_bytes
 from restorekv.model.load import hub_name
 from restorekv.restore.adapter_file import Card
 
@@ -93,7 +95,7 @@ def license_in(readme: str) -> str | None:
     """Returns the license that a README.md's front matter names, the strictest of several."""
     try:
         data = ModelCard(readme, ignore_metadata_errors=True).data
-    except (yaml.YAMLError, ValueError, TypeError):
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError):
         return None
     names = [*(data.license if isinstance(data.license, list) else [data.license]), data.license_name]
     known = [identifier(name) for name in names if isinstance(name, str) and name not in (UNKNOWN, "other")]
@@ -105,9 +107,10 @@ def is_ours(path: Path) -> bool:
     if not path.exists():
         return True
     try:
-        body, mark, seal = path.read_text(encoding="utf-8").rpartition(SEAL.partition("{")[0])
-    except (OSError, UnicodeDecodeError):
+        text = read_bytes(path, str(path)).decode()
+    except (RestoreKVError, UnicodeDecodeError):
         return False
+    body, mark, seal = text.rpartition(SEAL.partition("{")[0])
     return mark + seal == sealed(body)
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalTokenNotFoundError
 
-from restorekv.errors import AdapterError, RestoreKVWarning, first_sentence
-from restorekv.files import read_json
+from restorekv.errors import AdapterError, RestoreKVWarning, first_sentence, raised_as
+from restorekv.files import read_bytes, read_json
 from restorekv.restore import adapter_file, model_card
 from restorekv.restore.adapter_file import README, Card, Stored
 from restorekv.restore.model_card import UNKNOWN, identifier, inherited, non_commercial, strictest
@@ -23,6 +23,7 @@ MODELS = ("Llama-3.1-8B-Instruct", "Qwen3-8B")
 SUFFIXES = {"kvzip": "", "kvzip+": "_plus"}
 PUBLISHED = {f"RestoreKV-{model}{suffix}": evictor for model in MODELS for evictor, suffix in SUFFIXES.items()}
 AUTHORS_LICENSE = "cc-by-nc-4.0"  # of all four, by their model cards
+README_LIMIT = 1 << 20  # bytes
 CONVENTIONS = ("prefix_policy", "allocation", "restore_from")
 
 
@@ -63,7 +64,9 @@ def with_origin(card: Card, name: str | Path, folder: Path, bare: bool) -> Card:
     path: their repository's, or the one that the hub's cache makes of it.
     """
     readme = folder / README
-    license = model_card.license_in(readme.read_text(encoding="utf-8", errors="replace")) if readme.is_file() else None
+    with raised_as(AdapterError):
+        text = read_bytes(readme, str(readme), README_LIMIT).decode(errors="replace") if readme.is_file() else ""
+    license = model_card.license_in(text) if text else None
     if non_commercial(license) or card.license is None:
         card = replace(card, license=license)
     if bare:

@@ -5,19 +5,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.errors import RestoreKVError
-from restorekv.files import replacing
+from restorekv.errors import RestoreKVError, first_sentence, shown
+from restorekv.files import parse_json, read_bytes, replacing
 from restorekv.restore.adapter import RestoreAdapter
+from restorekv.train import tensor_file
 from restorekv.train.config import TrainConfig
 from restorekv.train.examples import Example, examples_hash
 from restorekv.train.teacher_cache import facts
 
 FILE, LOG = "checkpoint.safetensors", "loss.csv"
+FIX = "start again in another folder"
 HEADER = "step,loss,lr,seconds\n"
 
 
@@ -53,9 +53,8 @@ def save(folder: Path, run: Run, step: int) -> None:
     tensors = {f"adapter.{name}": value.cpu() for name, value in run.adapter.trainable_state().items()}
     for index, state in run.optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{index}.{name}": value.cpu() for name, value in state.items()}
-    with replacing(folder / FILE) as path:
-        metadata = {"config": run.config.text(), "origin": json.dumps(run.origin), "step": str(step)}
-        save_file(tensors, path, metadata=metadata)
+    metadata = {"config": run.config.text(), "origin": json.dumps(run.origin), "step": str(step)}
+    tensor_file.write(folder / FILE, tensors, metadata)
 
 
 def restart(folder: Path, run: Run) -> int:
@@ -63,20 +62,23 @@ def restart(folder: Path, run: Run) -> int:
     path = folder / FILE
     if not path.exists():
         return 0
+    what = f"The checkpoint {path}"
+    metadata, tensors = tensor_file.read(path, what, FIX)
     try:
-        with safe_open(path, "pt") as file:
-            metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        saved, step = TrainConfig.parse(metadata["config"]), int(metadata["step"])
-        source = json.loads(metadata["origin"])
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise RestoreKVError(f"The checkpoint {path} is damaged; start again in another folder.") from error
+        saved, step = TrainConfig.parse(metadata["config"]), int(metadata["step"][:20])
+        source = parse_json(metadata["origin"], what)
+        asdict(saved) | source
+    except (KeyError, TypeError, ValueError) as error:
+        raise RestoreKVError(f"{what} is damaged ({first_sentence(error)}); {FIX}.") from error
     saved = replace(saved, keep=run.config.keep, checkpoint_every=run.config.checkpoint_every)
     before, now = asdict(saved) | source, asdict(run.config) | run.origin
-    changes = [f"{name} is {now[name]}, was {before.get(name)}" for name in now if now[name] != before.get(name)]
+    changes = [f"{name} is {now[name]}, was {shown(before.get(name))}" for name in now if now[name] != before.get(name)]
     if changes:
         raise RestoreKVError(
             f"The run in {folder} is another one ({'; '.join(changes)}); resume it as it was or choose another folder."
         )
+    if not is_state(run, tensors, step):
+        raise RestoreKVError(f"{what} is damaged, it does not hold the state of this run; {FIX}.")
     run.adapter.load_trainable_state(with_prefix(tensors, "adapter."))
     moments: dict[int, dict[str, torch.Tensor]] = {}
     for name, value in with_prefix(tensors, "optimizer.").items():
@@ -86,9 +88,28 @@ def restart(folder: Path, run: Run) -> int:
     return step
 
 
+def is_state(run: Run, tensors: dict[str, torch.Tensor], step: int) -> bool:
+    """Returns whether the tensors are the adapter's and AdamW's moments of those parameters that had a gradient."""
+    sizes = {f"adapter.{name}": (value.dtype, value.shape) for name, value in run.adapter.trainable_state().items()}
+    kind = torch.float32
+    for index, parameter in enumerate(run.optimizer.param_groups[0]["params"]):
+        name, size = f"optimizer.{index}.", (kind, tuple(parameter.shape))
+        if f"{name}step" in tensors:
+            sizes |= {f"{name}exp_avg": size, f"{name}exp_avg_sq": size, f"{name}step": (kind, ())}
+    return (
+        1 <= step <= run.config.steps
+        and tensor_file.fit(tensors, sizes)
+        and all(1 <= value <= step for name, value in tensors.items() if name.endswith(".step"))
+        and all((value >= 0).all() for name, value in tensors.items() if name.endswith(".exp_avg_sq"))
+    )
+
+
 def trim(folder: Path, step: int) -> None:
     """Drops the log lines of steps that the checkpoint does not hold."""
-    lines = (folder / LOG).read_text().splitlines()
+    what = f"The log {folder / LOG}"
+    lines = read_bytes(folder / LOG, what).decode(errors="replace").splitlines()
+    if len(lines) <= step or f"{lines[0]}\n" != HEADER:
+        raise RestoreKVError(f"{what} is damaged, it lacks steps that the checkpoint holds; {FIX}.")
     with replacing(folder / LOG) as path:
         path.write_text("\n".join(lines[: step + 1]) + "\n")
 

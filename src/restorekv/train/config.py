@@ -4,13 +4,14 @@
 import json
 import math
 from dataclasses import asdict, dataclass
-from typing import Literal, Self
+from typing import Literal, Self, get_type_hints
 
 from restorekv.compression.budget import PrefixPolicy
 from restorekv.compression.compressor import Eviction
 from restorekv.compression.prepared import RestoreFrom, one_of
 from restorekv.data.config import require_at_least, setting
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, shown
+from restorekv.files import has_type, parse_json
 from restorekv.train.loss import ATTENTION, DIRECTIONS, HIDDEN, REDUCTIONS, Direction, Reduction
 
 RatioLaw = Literal["uniform", "log-uniform"]
@@ -72,7 +73,10 @@ class TrainConfig:
     @classmethod
     def parse(cls, text: str) -> Self:
         """Reads what `text` wrote; settings that an older file lacks take their defaults."""
-        values = json.loads(text)
+        hints, values = get_type_hints(cls), parse_json(text, "The settings")
+        wrong = [key for key in values if key not in hints or not has_type(values[key], hints[key])]
+        if wrong:
+            raise RestoreKVError(f"The setting {shown(wrong[0])} is unknown or has another type; train again.")
         return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
 
     def text(self) -> str:

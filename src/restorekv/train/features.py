@@ -12,22 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import evictors
 from restorekv.errors import RestoreKVError
-from restorekv.files import replacing
 from restorekv.model import attention
 from restorekv.model.load import model_fingerprint
 from restorekv.model.observer import LayerView, observe_layers
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context, fit, make_context
 from restorekv.model.shape import CacheShape
+from restorekv.train import tensor_file
 
 Progress = Callable[[int, int, str], None]  # done, total, what
 
@@ -75,6 +73,7 @@ def collect(
         raise RestoreKVError(f"{folder} holds features already; use them with --resume or name another --features.")
     folder.mkdir(parents=True, exist_ok=True)
     attention.install(model)
+    shape = CacheShape.of(model)
     facts = [model_fingerprint(model), str(model.dtype), target, tokens, seed]
     parts = []
     for index, text in enumerate(texts):
@@ -82,10 +81,13 @@ def collect(
         origin = hashlib.sha256(json.dumps([facts, context.ids.tolist()]).encode()).hexdigest()[:16]
         if not path.exists():
             columns = sample_columns(context, tokens, f"{seed} {index}")
-            with replacing(path) as temporary:
-                observed = observe(model, tokenizer, context, target, columns)
-                temporary.write_bytes(safetensors.torch.save(observed, {"origin": origin}))
-        parts.append(read(path, origin))
+            tensor_file.write(path, observe(model, tokenizer, context, target, columns), {"origin": origin})
+        rows = min(tokens, context.tokens)
+        sizes = {
+            "hidden": (model.dtype, (rows, shape.layers, shape.hidden)),
+            "target": (torch.float32, (rows, shape.layers, shape.heads)),
+        }
+        parts.append(read(path, origin, sizes))
         progress(index + 1, len(texts), f"{target} scores")
     hidden, scores = torch.cat([part["hidden"] for part in parts]), torch.cat([part["target"] for part in parts])
     document = torch.cat([torch.full((len(part["target"]),), index) for index, part in enumerate(parts)])
@@ -119,14 +121,12 @@ def observe(
     }
 
 
-def read(path: Path, origin: str) -> dict[str, Tensor]:
+def read(path: Path, origin: str, sizes: tensor_file.Sizes) -> dict[str, Tensor]:
     """Reads a context's file; refuses one that was made with other settings."""
-    try:
-        with safe_open(path, "pt") as file:
-            same = (file.metadata() or {}).get("origin") == origin
-        tensors = safetensors.torch.load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise RestoreKVError(f"The features {path} are damaged; delete that file, then use --resume.") from error
-    if not same:
+    what, fix = f"The file of features {path}", "delete that file, then use --resume"
+    metadata, tensors = tensor_file.read(path, what, fix)
+    if metadata.get("origin") != origin:
         raise RestoreKVError(f"{path} is from other data, settings or another model; name another --features.")
+    if not tensor_file.fit(tensors, sizes):
+        raise RestoreKVError(f"{what} holds other tensors than such a file; {fix}.")
     return tensors

@@ -8,13 +8,13 @@ written whole or not at all; deleting them costs time only.
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -23,11 +23,12 @@ from restorekv.compression.generate import stop_ids
 from restorekv.compression.prepared import ScoredContext
 from restorekv.data.manifest import tokenizer_hash
 from restorekv.errors import RestoreKVError
-from restorekv.files import replacing
 from restorekv.model import attention
 from restorekv.model.load import model_fingerprint, rope_fingerprint
 from restorekv.model.prefill import prefill
-from restorekv.model.prompt import Context, make_context, template_hash
+from restorekv.model.prompt import Context, make_context, question_ids, template_hash
+from restorekv.model.shape import CacheShape
+from restorekv.train import tensor_file
 from restorekv.train.config import TrainConfig
 from restorekv.train.examples import Example
 from restorekv.train.teacher import Teacher, TeacherTarget
@@ -36,7 +37,9 @@ VERSION = 1
 SPARE = 2**30  # bytes of the disk that are left free
 # what a config says about its origin, not about what the model computes
 IRRELEVANT = ("name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "attn_implementation")
+FIX = "delete it to have it computed again"
 Tensors = dict[str, Tensor]
+Check = Callable[[Tensors], bool]
 
 
 @dataclass
@@ -50,19 +53,20 @@ class Store:
         text = json.dumps({"version": VERSION, **self.facts, **key}, sort_keys=True)
         return self.folder / part / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.safetensors"
 
-    def find(self, part: str, key: dict[str, object]) -> Tensors | None:
-        """Returns an entry's tensors, on the CPU, or None if there is no such entry."""
+    def find(self, part: str, key: dict[str, object], whole: Check) -> Tensors | None:
+        """Returns an entry's tensors, on the CPU, or None if there is no such entry; refuses others."""
         path = self.path(part, key)
-        if not path.is_file():
+        if not path.exists():
             return None
-        try:
-            return load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise RestoreKVError(f"The cached file {path} is damaged; delete it to have it computed again.") from error
+        what = f"The cached file {path}"
+        _, tensors = tensor_file.read(path, what, FIX)
+        if not whole(tensors):
+            raise RestoreKVError(f"{what} is damaged, it holds other tensors than such a file; {FIX}.")
+        return tensors
 
-    def get(self, part: str, key: dict[str, object], compute: Callable[[], Tensors]) -> Tensors:
+    def get(self, part: str, key: dict[str, object], whole: Check, compute: Callable[[], Tensors]) -> Tensors:
         """Returns an entry, which is computed and written if it does not exist."""
-        entry = self.find(part, key)
+        entry = self.find(part, key, whole)
         if entry is None:
             entry = compute()
             self.put(part, key, entry)
@@ -80,8 +84,7 @@ class Store:
                     f"{self.folder} has {free:,} bytes free and the next cached file takes {size:,}; "
                     "choose another place."
                 )
-            with replacing(path) as temporary:
-                save_file(tensors, temporary, metadata={"format": "pt"})
+            tensor_file.write(path, tensors, {"format": "pt"})
         except (OSError, SafetensorError) as error:
             raise RestoreKVError(f"Cannot write to {self.folder}; choose a writable folder ({error}).") from error
 
@@ -127,13 +130,18 @@ class TeacherCache:
             return self.eviction.prepare(self.model, self.tokenizer, context)
         text = {"ids": ids_hash(context.ids)}
         key = text | {"evictor": self.eviction.identity(self.model)}
-        scores, full = self.store.find("scores", key), None
+        shape = CacheShape.of(self.model)
+        size = {"scores": (torch.float32, (shape.layers, shape.heads, context.tokens))}
+        scores, full = self.store.find("scores", key, partial(tensor_file.fit, sizes=size)), None
         if scores is None:
             prepared = self.eviction.prepare(self.model, self.tokenizer, context)
             scores, full = {"scores": prepared.scores}, prepared.full
             self.store.put("scores", key, scores)
         if self.store_prefill:
-            entry = self.store.get("prefill", text, lambda: packed(full or prefill(self.model, context.ids)))
+            row = (self.model.dtype, (1, shape.heads, context.positions, shape.head_dim))
+            rows = {f"{name}.{index}": row for index in range(shape.layers) for name in ("keys", "values")}
+            whole = partial(tensor_file.fit, sizes=rows)
+            entry = self.store.get("prefill", text, whole, lambda: packed(full or prefill(self.model, context.ids)))
             full = unpacked(entry, self.model.device)
         full = prefill(self.model, context.ids) if full is None else full
         stored = scores["scores"].to(self.model.device)
@@ -148,7 +156,9 @@ class TeacherCache:
             "answers": example.answer_ids and [list(ids) for ids in example.answer_ids],
             "limit": self.teacher.max_new_tokens, "watch": list(self.teacher.record),
         }  # fmt: skip
-        entry = self.store.get("teacher", key, lambda: to_tensors(self.teacher.targets(prepared, example)))
+        asked = [question_ids(self.tokenizer, prepared.context, text, empty=True)[0] for text in example.questions]
+        whole = partial(are_targets, asked=asked, model=self.model, record=self.teacher.record)
+        entry = self.store.get("teacher", key, whole, lambda: to_tensors(self.teacher.targets(prepared, example)))
         return from_tensors(entry, len(example.questions), self.model.device)
 
 
@@ -189,6 +199,24 @@ def to_tensors(targets: list[TeacherTarget]) -> Tensors:
         parts |= {f"state.{name}": value for name, value in target.states.items()}
         tensors |= {f"{number}.{name}": value for name, value in parts.items()}
     return tensors
+
+
+def are_targets(tensors: Tensors, asked: Sequence[Tensor], model: PreTrainedModel, record: Sequence[str]) -> bool:
+    """Returns whether these are this model's targets for the questions whose ids are `asked`."""
+    shape, sizes = CacheShape.of(model), {}
+    vocabulary = model.get_input_embeddings().num_embeddings
+    for number, question in enumerate(asked):
+        row, answer = (tensors.get(f"{number}.{name}", torch.tensor(0)) for name in ("row", "answer"))
+        tokens = int(answer) if answer.shape == () and answer.dtype == torch.int64 else 0
+        if row.ndim != 1 or not 1 <= tokens < len(row) or row.min() < 0 or row.max() >= vocabulary:
+            return False
+        if not torch.equal(row[:-tokens].long(), question):
+            return False
+        own = {"row": (torch.int32, (len(row),)), "answer": (torch.int64, ())}
+        own |= {"hidden": (model.dtype, (tokens, shape.hidden))}
+        own |= {f"state.{name}": (model.dtype, (shape.layers, tokens, shape.hidden)) for name in record}
+        sizes |= {f"{number}.{name}": size for name, size in own.items()}
+    return tensor_file.fit(tensors, sizes)
 
 
 def from_tensors(tensors: Tensors, count: int, device: torch.device) -> list[TeacherTarget]:

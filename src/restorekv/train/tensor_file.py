@@ -1,0 +1,53 @@
+"""Safetensors files of a training, with a checksum that an altered number does not pass; older ones lack it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from restorekv import files
+from restorekv.errors import RestoreKVError
+from restorekv.files import replacing
+
+SUM = "sum"
+Sizes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Writes the file completely or not at all."""
+    with replacing(path) as temporary:
+        safetensors.torch.save_file(tensors, temporary, {**metadata, SUM: checksum(tensors, metadata)})
+
+
+def read(path: Path, what: str, fix: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Returns metadata and tensors, on the CPU; refuses altered files and numbers that are not finite."""
+    try:
+        metadata, tensors = files.read_tensors(path, "it")
+    except RestoreKVError as error:
+        raise RestoreKVError(f"{what} is damaged ({str(error).partition(';')[0]}); {fix}.") from error
+    expected = metadata.pop(SUM, None)
+    if expected is not None and expected != checksum(tensors, metadata):
+        raise RestoreKVError(f"{what} is damaged, its checksum does not match; {fix}.")
+    if not all(tensor.isfinite().all() for tensor in tensors.values()):
+        raise RestoreKVError(f"{what} is damaged, it has numbers that are not finite; {fix}.")
+    return metadata, tensors
+
+
+def checksum(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
+    """Returns the SHA-256 of the metadata and of every tensor's name, dtype, shape and bytes."""
+    sha256 = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        sha256.update(f"\0{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
+        sha256.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return sha256.hexdigest()
+
+
+def fit(tensors: dict[str, Tensor], sizes: Sizes) -> bool:
+    """Returns whether the tensors have exactly these names, dtypes and shapes."""
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()} == dict(sizes)

@@ -1,0 +1,231 @@
+"""Kinds of files besides caches: how a good one is made, read back, and sealed again by one who knows the format."""
+
+import hashlib
+import json
+import random
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import safetensors.torch
+import torch
+
+from restorekv import load_model
+from restorekv.cli import execute
+from restorekv.data.mixture import read_mixture, record
+from restorekv.data.table import figures
+from restorekv.evaluation import results
+from restorekv.evaluation.grid import Grid
+from restorekv.evaluation.rows import rows
+from restorekv.evaluation.run import run
+from restorekv.evictors import gate_file
+from restorekv.evictors.gate_file import Gate, GateCard
+from restorekv.model.shape import CacheShape
+from restorekv.restore import adapter_file
+from restorekv.restore.adapter import RestoreAdapter
+from restorekv.train import checkpoint, tensor_file
+from restorekv.train.checkpoint import Run
+from restorekv.train.config import TrainConfig
+from restorekv.train.examples import Example
+from restorekv.train.features import collect
+from restorekv.train.teacher_cache import TeacherCache
+
+TEXT = "The red house belongs to Ada. The code of the blue house is 482. " * 5
+CONFIG = TrainConfig(
+    restore_tokens=2, rank=2, steps=4, max_new_tokens=4, evictor="snapkv", targets=("q_proj", "v_proj")
+)
+EXAMPLES = [Example(TEXT, ("Who owns the red house?", "What is the code?"), (None, None))]
+MODEL, TOKENIZER = load_model("tiny")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """`read` returns all that a good folder says, as text; `loose`: files without a checksum of their own."""
+
+    make: Callable[[Path], object]
+    read: Callable[[Path], str]
+    seal: Callable[[Path], object] = lambda folder: None
+    loose: tuple[str, ...] = ()
+
+
+def numbers(tensors: dict[str, torch.Tensor]) -> str:
+    return tensor_file.checksum(tensors, {})
+
+
+def random_adapter(seed: int) -> RestoreAdapter:
+    adapter = RestoreAdapter.create(MODEL, 2, rank=2, targets=CONFIG.targets, seed=seed)
+    with torch.no_grad():
+        for parameter in adapter.lora:
+            parameter.normal_(generator=torch.Generator().manual_seed(seed))
+    return adapter
+
+
+def make_adapter(folder: Path) -> None:
+    adapter = random_adapter(1)
+    data = [{"source": "a", "license": "mit", "examples": 1, "contexts": 1}]
+    adapter.describe(evictor="snapkv:window=64", ratio_range=(0.1, 0.2), settings=asdict(CONFIG), data=data)
+    adapter.report([{"benchmark": "a", "ratio": 0.1, "base": 1.0, "restored": 2.0, "full": 3.0}])
+    adapter.save_pretrained(folder)
+
+
+def read_adapter(folder: Path) -> str:
+    adapter = RestoreAdapter.from_pretrained(MODEL, folder)
+    adapter.check_use("snapkv:window=64")
+    return repr((adapter.identity(), adapter.card, sorted(adapter.config.to_dict().items(), key=str)))
+
+
+def seal_adapter(folder: Path) -> None:
+    path = folder / adapter_file.CARD
+    try:
+        card = json.loads(path.read_text())
+        card["sha256"] = {
+            name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in adapter_file.SUMMED
+        }
+        card[adapter_file.SUM] = adapter_file.card_sum(card)
+        path.write_text(json.dumps(card))
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        pass  # there is no card to seal
+
+
+def make_gate(folder: Path) -> None:
+    shape, generator = CacheShape.of(MODEL), torch.Generator().manual_seed(0)
+    layers = [
+        {"weight": torch.randn(shape.heads, shape.hidden, generator=generator), "bias": torch.zeros(shape.heads)}
+        for _ in range(shape.layers)
+    ]
+    card = GateCard.of(MODEL, "kvzap-linear", "kvzip+", settings={"seed": 1}, figures={"loss": 0.5})
+    gate_file.write(folder / "gate.safetensors", Gate(layers, card))
+
+
+def read_gate(folder: Path) -> str:
+    gate_file._loaded.clear()
+    gate = gate_file.load(MODEL, str(folder / "gate.safetensors"), gate_file.KINDS)
+    return repr((gate.card, gate.digest))
+
+
+def seal_gate(folder: Path) -> None:
+    def resum(metadata: dict, tensors: dict) -> None:
+        metadata["sha256"] = gate_file.digest(tensors, metadata["card"])
+
+    resealed(folder / "gate.safetensors", resum)
+
+
+def resealed(path: Path, resum: Callable[[dict, dict], None]) -> None:
+    """Computes the checksum in the metadata of a safetensors file anew, if the file is one."""
+    try:
+        raw = path.read_bytes()
+        tensors, metadata = safetensors.torch.load(raw), json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+        metadata = metadata["__metadata__"]
+        resum(metadata, tensors)
+        path.write_bytes(safetensors.torch.save(tensors, metadata))
+    except Exception:  # what was harmed is no safetensors file any more
+        pass
+
+
+def seal_tensors(folder: Path) -> None:
+    def resum(metadata: dict, tensors: dict) -> None:
+        metadata.pop(tensor_file.SUM, None)
+        metadata[tensor_file.SUM] = tensor_file.checksum(tensors, metadata)
+
+    for path in folder.rglob("*.safetensors"):
+        if path.is_file() and path.stat().st_size < 1 << 26:
+            resealed(path, resum)
+
+
+def a_run(seed: int) -> Run:
+    adapter = random_adapter(seed)
+    optimizer = torch.optim.AdamW([adapter.embeddings, *adapter.lora], lr=CONFIG.lr)
+    return Run(CONFIG, adapter, optimizer, {"model": "m", "rope": {"a": [1, 2.5]}, "stops": [2], "processes": 1})
+
+
+def make_checkpoint(folder: Path) -> None:
+    run = a_run(3)
+    for parameter in run.optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    run.optimizer.step()
+    checkpoint.save(folder, run, 2)
+    (folder / checkpoint.LOG).write_text(checkpoint.HEADER + "0,0.5,0.1,1\n1,0.25,0.1,1\n2,0.1,0.1,1\n")
+
+
+def read_checkpoint(folder: Path) -> str:
+    run = a_run(4)
+    step = checkpoint.restart(folder, run)
+    if step:
+        checkpoint.trim(folder, step)
+    states = run.optimizer.state_dict()["state"]
+    moments = {f"{index}.{name}": value for index, state in states.items() for name, value in state.items()}
+    return f"{step} {numbers(run.adapter.trainable_state())} {numbers(moments)}"
+
+
+def read_store(folder: Path) -> str:
+    prepared, targets = TeacherCache(MODEL, TOKENIZER, EXAMPLES, CONFIG, folder, store_prefill=True)[0]
+    tensors = {"scores": prepared.scores}
+    for index, layer in enumerate(prepared.full.layers):
+        tensors |= {f"keys{index}": layer.keys, f"values{index}": layer.values}
+    for index, target in enumerate(targets):
+        tensors |= {
+            f"ids{index}": target.ids,
+            f"hidden{index}": target.hidden,
+            f"n{index}": torch.tensor(target.answer),
+        }
+    return numbers(tensors)
+
+
+def read_features(folder: Path) -> str:
+    found = collect(MODEL, TOKENIZER, [TEXT], "snapkv", 7, 0, folder, resume=True)
+    return numbers({"hidden": found.hidden, "target": found.target})
+
+
+def make_data(folder: Path) -> None:
+    asked = [{"question": "Who owns it?", "answers": ["Ada"]}]
+    stories = [{"id": f"s{number}", "context": f"{number} {TEXT * 3}", "questions": asked} for number in range(3)]
+    source = folder.with_suffix(".jsonl")
+    source.write_text("".join(json.dumps(story) + "\n" for story in stories))
+    novels = folder.with_suffix(".novels")
+    novels.mkdir()
+    code = execute(
+        ["data", "build", "--mixture", "passages", "--model", "tiny", "--stories", str(source), "--novels",
+         str(novels), "--story-passages", "2", "--novel-passages", "0", "--section-passages", "0", "--out", str(folder),
+         "--answer-tokens", "8", "--question-tokens", "8", "--questions", "1"]
+    )  # fmt: skip
+    assert code == 0, "the data was not built"
+
+
+def read_data(folder: Path) -> str:
+    contexts, manifest = read_mixture(folder, MODEL, TOKENIZER)
+    return repr((contexts, figures(contexts, manifest), record(manifest)))
+
+
+def seal_data(folder: Path) -> None:
+    path = folder / "manifest.json"
+    try:
+        manifest = json.loads(path.read_text())
+        for name, source in manifest["sources"].items():
+            source["file"]["sha256"] = hashlib.sha256((folder / f"{name}.parquet").read_bytes()).hexdigest()
+        path.write_text(json.dumps(manifest))
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
+        pass
+
+
+def make_grid(folder: Path) -> None:
+    grid = Grid(("bundled",), [("knorm", None)], ("bundled:count=2,low=60,high=90",), ratios=("0.2",))
+    run(grid.cells(), folder)
+
+
+def read_grid(folder: Path) -> str:
+    return json.dumps(rows(results.load(folder)), sort_keys=True)
+
+
+KINDS = {
+    "adapter": Kind(make_adapter, read_adapter, seal_adapter, (adapter_file.README,)),
+    "gate": Kind(make_gate, read_gate, seal_gate),
+    "checkpoint": Kind(make_checkpoint, read_checkpoint, seal_tensors),
+    "store": Kind(read_store, read_store, seal_tensors),
+    "features": Kind(read_features, read_features, seal_tensors),
+    "data": Kind(make_data, read_data, seal_data, ("manifest.json",)),
+    "grid": Kind(make_grid, read_grid, loose=("cell.json", "answers.jsonl", "seconds.jsonl", "summary.json")),
+}
+
+
+def some_file(rng: random.Random, folder: Path) -> Path:
+    return rng.choice(sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size))
