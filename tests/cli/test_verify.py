@@ -1,0 +1,96 @@
+"""`restorekv verify`: a sentence for every kind of file, and a non-zero exit for what would not load."""
+
+import json
+import os
+
+import pytest
+
+from restorekv import compress, load_model
+from restorekv.cli import execute
+from restorekv.model.load import BUNDLED, shipped_path
+
+TEXT = "The red house belongs to Ada. The code of the red house is 482. " * 6
+KEY = "a secret of many bytes"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a cache, a portable cache, a key and strangers' files."""
+    folder = tmp_path_factory.mktemp("verify")
+    model, tokenizer = load_model("tiny")
+    small = compress(model, tokenizer, TEXT, ratio=0.3, adapter=None, evictor="snapkv", allocation="per-head")
+    small.save(folder / "doc.rkv")
+    small.save(folder / "signed.rkv", KEY.encode())
+    small.portable().save(folder / "doc.safetensors")
+    raw = (folder / "doc.rkv").read_bytes()
+    (folder / "cut.rkv").write_bytes(raw[:-4])
+    (folder / "text.rkv").write_text(TEXT)
+    (folder / "empty").mkdir()
+    (folder / "key").write_text(KEY)
+    os.mkfifo(folder / "pipe")
+    return folder
+
+
+def said(capsys, *words):
+    code = execute(["verify", *map(str, words)])
+    out, err = capsys.readouterr()
+    assert "Traceback" not in out + err
+    return code, out, err
+
+
+def test_intact_files_are_named(place, capsys):
+    adapter, gate = (
+        shipped_path(BUNDLED, "adapters", "kvzip"),
+        next(shipped_path(BUNDLED, "gates").glob("*.safetensors")),
+    )
+    code, out, _ = said(capsys, place / "doc.rkv", place / "doc.safetensors", adapter, gate)
+    assert code == 0
+    lines = out.splitlines()
+    assert [line.split()[0] for line in lines] == ["intact"] * 4
+    for line, what in zip(
+        lines, ("a cache of", "a portable cache", "a restore adapter", "a gate of kind"), strict=True
+    ):
+        assert what in line
+
+
+def test_strangers_are_refused_and_the_others_still_named(place, capsys):
+    files = ["cut.rkv", "text.rkv", "pipe", "empty", "nowhere", "doc.rkv"]
+    code, out, err = said(capsys, *(place / name for name in files))
+    assert code == 1 and "5 of 6 cannot be loaded" in err
+    assert [line.split()[0] for line in out.splitlines()] == ["refused"] * 5 + ["intact"]
+    for name, line in zip(files, out.splitlines(), strict=True):
+        assert name in line
+
+
+def test_a_key_refuses_what_it_did_not_sign(place, capsys):
+    code, out, _ = said(capsys, place / "signed.rkv", place / "doc.rkv", "--sign-key", place / "key")
+    assert code == 1
+    signed, unsigned = out.splitlines()
+    assert "signed with this key" in signed and "is not signed" in unsigned
+    code, out, _ = said(capsys, place / "signed.rkv")
+    assert code == 0 and "signed with" not in out
+
+
+def test_compress_and_ask_with_a_key(place, capsys, tmp_path):
+    text, file = tmp_path / "doc.txt", tmp_path / "doc.rkv"
+    text.write_text(TEXT)
+    key = ["--sign-key", str(place / "key")]
+    assert execute(["compress", str(text), "-o", str(file), "--model", "tiny", "--evictor", "knorm", *key]) == 0
+    assert execute(["ask", str(file), "Who owns the red house?", "--max-new-tokens", "4", *key]) == 0
+    (tmp_path / "other").write_text("another secret of many bytes")
+    capsys.readouterr()
+    assert execute(["ask", str(file), "Who?", "--sign-key", str(tmp_path / "other")]) == 1
+    assert "signed with another key" in capsys.readouterr().err
+
+
+def test_folders_of_data_and_results(capsys, tmp_path):
+    words = ["--evictor", "knorm@none", "--ratio", "0.3", "--count", "1", "--out", str(tmp_path)]
+    assert execute(["eval", *words]) == 0
+    capsys.readouterr()
+    code, out, _ = said(capsys, tmp_path)
+    assert code == 0 and "results of" in out
+    answers = next(tmp_path.glob("cells/*/answers.jsonl"))
+    line = json.loads(answers.read_text().splitlines()[0])
+    line["answers"] = 7
+    answers.write_text(json.dumps(line) + "\n")
+    assert said(capsys, tmp_path)[0] == 1
