@@ -13,6 +13,13 @@ import torch
 
 from restorekv import files
 from restorekv.errors import RestoreKVError
+from restorekv.evictors import gate_file
+from restorekv.evictors.gate_file import Gate, GateCard
+from restorekv.model.load import BUNDLED, shipped_path
+from restorekv.model.shape import CacheShape
+from restorekv.restore import adapter_file
+from restorekv.restore.adapter import RestoreAdapter
+from restorekv.train import tensor_file
 
 GOOD = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(0, dtype=torch.int8)}
 
@@ -120,3 +127,42 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(good):
     with open(good, "rb") as file:
         assert stat.S_ISREG(os.fstat(file.fileno()).st_mode)
         assert "changed" in refused(files.read_whole, file, good.stat().st_size + 1, "The file")
+
+
+@pytest.mark.parametrize("kind", ["adapter", "gate", "training"])
+def test_a_key_refuses_adapters_gates_and_trainings_that_it_did_not_sign(tiny_model, tmp_path, monkeypatch, kind):
+    shape, path = CacheShape.of(tiny_model), tmp_path / "it"
+
+    def write() -> None:
+        if kind == "adapter":
+            adapter = RestoreAdapter.create(tiny_model, 2, rank=2)
+            adapter.save_pretrained(path)
+        elif kind == "gate":
+            sizes = {"weight": (shape.heads, shape.hidden), "bias": (shape.heads,)}
+            layers = [{name: torch.zeros(size) for name, size in sizes.items()} for _ in range(shape.layers)]
+            gate_file.write(path, Gate(layers, GateCard.of(tiny_model, "kvzap-linear", "kvzip+")))
+        else:
+            tensor_file.write(path, {"a": torch.ones(3)}, {"step": "3"})
+
+    def read() -> object:
+        if kind == "adapter":
+            return RestoreAdapter.from_pretrained(tiny_model, path)
+        return gate_file.read(path) if kind == "gate" else tensor_file.read(path, str(path), "train again")
+
+    write()
+    read()
+    monkeypatch.setenv("RESTOREKV_KEY", "a secret of many bytes")
+    with pytest.raises(RestoreKVError, match="is not signed"):
+        read()
+    write()
+    read()
+    monkeypatch.setenv("RESTOREKV_KEY", "another secret of many bytes")
+    with pytest.raises(RestoreKVError, match="signed with another key"):
+        read()
+
+
+def test_what_ships_needs_no_signature(monkeypatch):
+    monkeypatch.setenv("RESTOREKV_KEY", "a secret of many bytes")
+    adapter_file.read(shipped_path(BUNDLED, "adapters", "kvzip"))
+    for path in shipped_path(BUNDLED, "gates").glob("*.safetensors"):
+        gate_file.read(path)

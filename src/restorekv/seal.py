@@ -18,12 +18,13 @@ from restorekv.errors import RestoreKVError
 from restorekv.files import read_bytes
 
 BLANK, BLANK_SIGNATURE = "0" * 64, "f" * 64
+SIGNATURE = "signature"
 SHORTEST_KEY = 16  # bytes
 
 
 def sealed(tensors: dict[str, Tensor], metadata: Mapping[str, str], key: bytes | None = None) -> bytes:
     """Returns the bytes of a sealed safetensors file whose metadata has a `format`."""
-    blanks = {"checksum": BLANK, **({"signature": BLANK_SIGNATURE} if key else {})}
+    blanks = {"checksum": BLANK, **({SIGNATURE: BLANK_SIGNATURE} if key else {})}
     payload = safetensors.torch.save(tensors, {**metadata, **blanks})
     digest = hashlib.sha256(payload).hexdigest()
     if key:
@@ -33,7 +34,7 @@ def sealed(tensors: dict[str, Tensor], metadata: Mapping[str, str], key: bytes |
 
 def check_seal(raw: bytes, metadata: Mapping[str, str], what: str, key: bytes | None = None) -> None:
     """Refuses an altered file and, with a key, a file that was not signed with it; `what` begins the sentence."""
-    checksum, signed = metadata.get("checksum", ""), metadata.get("signature", "")
+    checksum, signed = metadata.get("checksum", ""), metadata.get(SIGNATURE, "")
     end = 8 + int.from_bytes(raw[:8], "little")
     start = raw[:end].replace(checksum.encode(), BLANK.encode(), 1)
     if signed:
@@ -42,9 +43,28 @@ def check_seal(raw: bytes, metadata: Mapping[str, str], what: str, key: bytes | 
     digest.update(memoryview(raw)[end:])
     if digest.hexdigest() != checksum:
         raise RestoreKVError(f"{what} is damaged, its checksum does not match; fetch or make it again.")
-    if key and not hmac.compare_digest(signature(key, metadata["format"], checksum).encode(), signed.encode()):
+    if key:
+        compare(signature(key, metadata["format"], checksum), signed, what)
+
+
+def compare(expected: str, signed: object, what: str) -> None:
+    """Refuses another signature than the expected one, in constant time."""
+    if not hmac.compare_digest(expected.encode(), str(signed or "").encode()):
         how = "was signed with another key" if signed else "is not signed"
         raise RestoreKVError(f"{what} {how}; ask who made it, or make it again.")
+
+
+def signed_with_key(kind: str, digest: str) -> dict[str, str]:
+    """Returns the entry that signs a record with the key in RESTOREKV_KEY; nothing without one."""
+    key = read_key()
+    return {SIGNATURE: signature(key, kind, digest)} if key else {}
+
+
+def check_signed(kind: str, digest: str, signed: object, path: Path) -> None:
+    """Refuses what the key in RESTOREKV_KEY, if there is one, did not sign; what ships with the package is trusted."""
+    key = read_key()
+    if key and not path.resolve().is_relative_to(Path(__file__).parent):
+        compare(signature(key, kind, digest), signed, str(path))
 
 
 def signature(key: bytes, kind: str, digest: str) -> str:

@@ -29,6 +29,7 @@ from restorekv.files import has_type, replacing
 from restorekv.model import base_weights
 from restorekv.model.load import SHIPPING, model_fingerprint, model_name, rope_fingerprint, shipped_path
 from restorekv.model.shape import CacheShape
+from restorekv.seal import SIGNATURE, check_signed, signed_with_key
 
 FORMAT, VERSION = "restorekv-gate", "1"
 TARGETS = {"fastkvzip": "kvzip", "kvzap-linear": "kvzip+", "kvzap-mlp": "kvzip+"}  # what each kind predicts
@@ -83,7 +84,8 @@ def write(path: Path, gate: Gate) -> None:
         if not torch.isfinite(tensor).all():
             raise GateError(f"The gate's {name} has numbers that are not finite; train it again with a lower lr.")
     card = json.dumps(asdict(gate.card), sort_keys=True)
-    header = {"format": FORMAT, "version": VERSION, "card": card, "sha256": digest(tensors, card)}
+    sha256 = digest(tensors, card)
+    header = {"format": FORMAT, "version": VERSION, "card": card, "sha256": sha256, **signed_with_key(FORMAT, sha256)}
     with replacing(path) as temporary:
         temporary.write_bytes(safetensors.torch.save(tensors, header))
 
@@ -98,6 +100,8 @@ def read(path: Path) -> Gate:
         card = None
     if card is None:
         raise GateError(f"The gate {path} is damaged; {MAKE}.")
+    with raised_as(GateError):
+        check_signed(FORMAT, header["sha256"], header.get(SIGNATURE), path)
     check_numbers(path, tensors)
     return Gate(split(path, tensors), card, digest(tensors, "")[:16])
 

@@ -27,13 +27,14 @@ from restorekv.errors import AdapterError, first_sentence, raised_as, shown
 from restorekv.files import HOST, NUMBERS, has_type, sweep
 from restorekv.model import base_weights
 from restorekv.restore.lora import config_of
+from restorekv.seal import SIGNATURE, check_signed, signed_with_key
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 EMBEDDINGS, CARD = "restore_embeddings.safetensors", "restorekv.json"
 README = "README.md"
 FILES = (CARD, CONFIG, WEIGHTS, EMBEDDINGS, README)
 SUMMED = (CONFIG, WEIGHTS, EMBEDDINGS)  # their checksums are in the card
-SUM = "card_sha256"
+SUM, KIND = "card_sha256", "restorekv-adapter"
 PENDING = ".replacing"  # new files on the way to their places
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 PREFIX = "base_model.model."  # what PEFT puts before the names of the model's own modules
@@ -147,6 +148,7 @@ def complete(fresh: Path, stored: Stored, readme: str | None) -> None:
     sums = {file: digest((fresh / file).read_bytes()) for file in SUMMED}
     card = {"version": VERSION, **asdict(stored.card), "sha256": sums}
     card[SUM] = card_sum(card)
+    card |= signed_with_key(KIND, card[SUM])
     (fresh / CARD).write_text(json.dumps(card, indent=2, sort_keys=True) + "\n")
     if readme is not None:
         (fresh / README).write_text(readme, encoding="utf-8")
@@ -217,11 +219,13 @@ def read_card(folder: Path, raw: dict[str, bytes]) -> Card | None:
     """Returns the card, after it compares the checksums; None where there is no restorekv.json."""
     path = place(folder, CARD)
     if not path.exists():
+        check_signed(KIND, "", None, folder)
         return None
     entries = files.read_json(path, str(path))
     try:
         if entries.get(SUM, card_sum(entries)) != card_sum(entries):
             raise ValueError("the checksum does not match")
+        signature, sealed = entries.get(SIGNATURE), card_sum(entries)
         entries = with_license_key(entries)
         version, sums = entries["version"], entries["sha256"]
         if version != VERSION:
@@ -234,6 +238,7 @@ def read_card(folder: Path, raw: dict[str, bytes]) -> Card | None:
         if isinstance(error, AdapterError):
             raise
         raise AdapterError(f"{path} is damaged; fetch or train the adapter again.") from error
+    check_signed(KIND, sealed, signature, folder)
     if changed:
         raise AdapterError(f"{folder / changed[0]} is not the file that was saved; fetch or train the adapter again.")
     return card
@@ -251,7 +256,7 @@ def tensors(raw: bytes, path: Path) -> dict[str, Tensor]:
 
 def card_sum(card: dict[str, Any]) -> str:
     """Returns the checksum of a card's other entries; older cards hold none."""
-    others = {key: value for key, value in card.items() if key != SUM}
+    others = {key: value for key, value in card.items() if key not in (SUM, SIGNATURE)}
     return digest(json.dumps(others, sort_keys=True).encode())
 
 

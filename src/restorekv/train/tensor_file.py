@@ -14,15 +14,18 @@ from torch import Tensor
 from restorekv import files
 from restorekv.errors import RestoreKVError
 from restorekv.files import replacing
+from restorekv.seal import SIGNATURE, check_signed, signed_with_key
 
-SUM = "sum"
+SUM, KIND = "sum", "restorekv-training"
 Sizes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """Writes the file completely or not at all."""
     with replacing(path) as temporary:
-        safetensors.torch.save_file(tensors, temporary, {**metadata, SUM: checksum(tensors, metadata)})
+        sha256 = checksum(tensors, metadata)
+        seals = {SUM: sha256, **signed_with_key(KIND, sha256)}
+        safetensors.torch.save_file(tensors, temporary, {**metadata, **seals})
 
 
 def read(path: Path, what: str, fix: str) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -31,7 +34,8 @@ def read(path: Path, what: str, fix: str) -> tuple[dict[str, str], dict[str, Ten
         metadata, tensors = files.read_tensors(path, "it")
     except RestoreKVError as error:
         raise RestoreKVError(f"{what} is damaged ({str(error).partition(';')[0]}); {fix}.") from error
-    expected = metadata.pop(SUM, None)
+    expected, signature = metadata.pop(SUM, None), metadata.pop(SIGNATURE, None)
+    check_signed(KIND, expected or "", signature, path)
     if expected is not None and expected != checksum(tensors, metadata):
         raise RestoreKVError(f"{what} is damaged, its checksum does not match; {fix}.")
     if not all(tensor.isfinite().all() for tensor in tensors.values()):
