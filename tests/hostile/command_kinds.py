@@ -32,6 +32,7 @@ def base(world: World, tmp: Path) -> dict[str, Words]:
     return {
         "compress": ["compress", world.text, *model, "-o", tmp / "doc.rkv", "--ratio", 0.5, "--adapter", "none"],
         "ask": ["ask", world.cache, QUESTION, *model, "--max-new-tokens", 2],
+        "export": ["export", world.cache, "--output", tmp / "portable", *model],
         "inspect": ["inspect", world.cache, "--tokens", 20],
         "verify": ["verify", world.cache],
         "train": ["train", "--data", world.data, *model, "--out", tmp / "run", "--steps", 1],
@@ -117,6 +118,9 @@ VALUES = {
     "ask": (
         ("--max-new-tokens", 0), ("--max-new-tokens", -1), ("--device", "meta"), ("--dtype", "int8"), (BROKEN,),
         ("",), ("\u2028",), ("--model", BROKEN), ("--json", "{}/\udcff/x"),
+    ),
+    "export": (
+        (), ("--model", BROKEN), ("--sign-key", "{}/file"),
     ),
     "inspect": (
         ("--tokens", -1), ("--tokens", DIGITS), ("--model", BROKEN), ("--plot", "{}/x"), ("--plot", "{}/x.exe"),

@@ -73,6 +73,7 @@ PLACES: dict[str, tuple[str, int, tuple[str, ...], tuple]] = {  # command, words
     "cache to ask": ("ask", 6, ("{}/x", QUESTION), FORMS),
     "second cache to ask": ("ask", 5, ("{}/x.rkv", QUESTION), FORMS),
     "cache to inspect": ("inspect", 3, ("{}/x",), FORMS),
+    "cache to export": ("export", 5, ("{}/x", "-o", "{}/y"), FORMS),
     "cache to verify": ("verify", 1, ("{}/x",), FORMS),
     "data to train on": ("train", 0, ("--data", "{}/x"), FORMS + JSON),
     "data for a gate": ("train-gate", 0, ("--data", "{}/x"), FORMS + JSON),
@@ -91,7 +92,8 @@ PLACES: dict[str, tuple[str, int, tuple[str, ...], tuple]] = {  # command, words
 }
 OUTPUTS: dict[str, tuple[str, str]] = {
     "cache": ("compress", "-o"), "figures of compress": ("compress", "--json"), "answers": ("ask", "--json"),
-    "picture": ("inspect", "--plot"), "figures of inspect": ("inspect", "--json"), "run": ("train", "--out"),
+    "prefix": ("export", "--output"), "picture": ("inspect", "--plot"),
+    "figures of inspect": ("inspect", "--json"), "run": ("train", "--out"),
     "gate": ("train-gate", "--out"), "converted gate": ("convert-gate", "--output"), "rows": ("eval", "--json"),
     "evaluation": ("eval", "--out"), "mixture": ("data build", "--out"), "analysis": ("analyze", "--out"),
     "demo": ("demo", "--json"),

@@ -7,7 +7,7 @@ import typer
 from rich.markup import escape
 
 from restorekv.cli import options
-from restorekv.cli.session import figures_table, open_model, output
+from restorekv.cli.session import figures_table, open_model, output, yarn_of
 from restorekv.compression.context import CompressedContext, size
 from restorekv.compression.context_file import read
 from restorekv.files import check_target
@@ -25,7 +25,9 @@ def run(
     check_target(out)
     key = read_key(sign_key)
     stored = read(file, key)
-    loaded, tokenizer = open_model(model or stored.manifest.model, stored.manifest.dtype)
+    loaded, tokenizer = open_model(
+        model or stored.manifest.model, stored.manifest.dtype, rope=yarn_of(stored.manifest.rope)
+    )
     portable = CompressedContext.load(stored, loaded, tokenizer).portable()
     portable.save(out, key)
     facts = {
