@@ -151,8 +151,8 @@ WORKS = {
     ),
     "data": Work(
         command("data", "build", "--mixture", "passages", "--model", "tiny", "--stories", "IN/stories.jsonl",
-                "--novels", "IN/novels", "--story-passages", "2", "--novel-passages", "0", "--section-passages", "0", "--resume",
-                "--out", "OUT/data", "--answer-tokens", "6", "--question-tokens", "6", "--questions", "1",
+                "--novels", "IN/novels", "--story-passages", "2", "--novel-passages", "0", "--section-passages", "0",
+                "--resume", "--out", "OUT/data", "--answer-tokens", "6", "--question-tokens", "6", "--questions", "1",
                 "--passage-shortest", "64"),
         built,
     ),

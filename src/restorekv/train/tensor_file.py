@@ -9,10 +9,11 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from restorekv import files
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, first_sentence
 from restorekv.files import replacing
 
 SUM = "sum"
@@ -21,8 +22,12 @@ Sizes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """Writes the file completely or not at all."""
-    with replacing(path) as temporary:
-        safetensors.torch.save_file(tensors, temporary, {**metadata, SUM: checksum(tensors, metadata)})
+    try:
+        with replacing(path) as temporary:
+            safetensors.torch.save_file(tensors, temporary, {**metadata, SUM: checksum(tensors, metadata)})
+    except (OSError, SafetensorError) as error:
+        why = f"Cannot write {path} ({first_sentence(error)})"
+        raise RestoreKVError(f"{why}; free some space or choose another place.") from error
 
 
 def read(path: Path, what: str, fix: str) -> tuple[dict[str, str], dict[str, Tensor]]:
