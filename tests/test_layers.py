@@ -14,10 +14,7 @@ ROOMS = (  # each imports only from itself and from those before it
     "restorekv.evaluation.analysis", "restorekv.evaluation.report", "restorekv.cli", "restorekv.__main__", "benchmarks",
     "paper",
 )  # fmt: skip
-TOP, LOOSE = (
-    13,
-    6,
-)  # the twelve of the library, and vllm/, which imports an engine; rooms and loose files that one sees when one opens the package
+TOP, LOOSE = 13, 6  # rooms (the library's twelve, and vllm/) and loose files that one sees in the package
 FILES = sorted(
     path
     for folder in (PACKAGE, ROOT / "benchmarks", ROOT / "paper")

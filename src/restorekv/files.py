@@ -56,13 +56,33 @@ def replacing(path: Path) -> Iterator[Path]:
     """Yields a temporary name next to `path`; what the block writes there replaces `path`, unless the block raises."""
     check_target(path)
     path = path.resolve()  # so that a symbolic link stays one
-    sweep(path)
     temporary = temporary_name(path)
     try:
         yield temporary
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def temporary_name(path: Path) -> Path:
+    """Returns a name next to `path` for this process alone; removes what killed processes left under such names."""
+    sweep(path)
+    return path.with_name(f".{path.name}.{HOST}-{os.getpid()}-{next(NUMBERS)}.tmp")
+
+
+@contextmanager
+def alone(folder: Path, name: str = ".lock") -> Iterator[None]:
+    """Refuses a second process that works in the folder, which is made if there is none."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder / name) as acquired:
+        if not acquired:
+            raise RestoreKVError(
+                f"Another process is at work in {folder}; wait until it ends or choose another folder."
+            )
+        try:
+            yield
+        finally:
+            (folder / name).unlink(missing_ok=True)
 
 
 @contextmanager

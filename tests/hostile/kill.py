@@ -56,6 +56,7 @@ def begin(work: Work, folder: Path, hook: Hook | None = None) -> int:
         log = os.open(f"{folder}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)
+        sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115, not pytest's
         if hook:
             sys.addaudithook(hook)
         code = work.run(folder) or 0
@@ -65,6 +66,7 @@ def begin(work: Work, folder: Path, hook: Hook | None = None) -> int:
         traceback.print_exc()
     finally:
         sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)
 
 

@@ -33,7 +33,11 @@ from tests.hostile.kinds import KINDS, Kind, some_file
 GROUPS = {"raw": 3, "contradicting": 5, "plausible": 1, "neutral": 1}  # and their shares
 SECONDS, SPARE = 60, 1 << 30  # for a case; bytes of address space beyond what is in use
 BAD_JSON = ("", "[]", "null", "7", '"x"', "{", "[" * 100_000, '{"a":' * 5000 + "1" + "}" * 5000, "NaN", '{"a": 1e999}')
-FREE = {"settings", "data", "results", "figures", "weights", "versions", "threads", "from", "dropped", "refused"}
+FREE = {  # what only informs people, or chooses layers, which are those that have tensors
+    "settings", "data", "results", "figures", "weights", "versions", "threads", "from", "dropped", "refused",
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "base_model_name_or_path", "revision",
+    "task_type", "inference_mode", "license", "source", "between", "local",
+}  # fmt: skip
 Way = Callable[[random.Random, Path], str | None]  # the group may turn out to be another
 
 
@@ -299,6 +303,7 @@ def serve(connection, good: dict[str, str]) -> None:
     warnings.simplefilter("ignore")
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    gc.freeze()  # so that collecting after every case is quick
     resource.setrlimit(resource.RLIMIT_AS, (used + SPARE, used + SPARE))
     while message := connection.recv():
         name, folder = message
@@ -358,6 +363,8 @@ def run(count: int, seed: int, only: int | None = None) -> tuple[Counter, list[s
                 failures.append(f"case {number} ({kind}, {path.name}, {group}, {way}): {verdict}")
                 print(failures[-1], flush=True)
             shutil.rmtree(case)
+            if number % 500 == 499:
+                print(f"{number + 1} of {count}, {len(failures)} failures", flush=True)
         reader.end()
     return counts, failures
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.hostile import files, threads
+from tests.hostile import files, kill, others, threads
 
 
 @pytest.mark.parametrize(("key", "seed"), [(None, 1), (files.KEY, 2)])
@@ -16,3 +16,16 @@ def test_threads_on_one_model(tmp_path):
     counts, wrong = threads.run(4, 4, 1, tmp_path)
     assert not wrong
     assert sum(counts.values()) > 4
+
+
+def test_harmed_adapters_gates_checkpoints_stores_data_and_grids():
+    counts, failures = others.run(80, 1)
+    assert not failures
+    assert len({kind for kind, _, _ in counts}) == len(others.KINDS)
+    assert sum(number for (_, _, verdict), number in counts.items() if verdict == "refused") > 30
+
+
+def test_sudden_death():
+    counts, failures = kill.run(["compress", "save"], 2, 1, disks=1)
+    assert not failures
+    assert counts["save", "moment", "right"] == counts["compress", "moment", "right"] == 2

@@ -19,7 +19,7 @@ from restorekv.data.mixture import write_examples
 from restorekv.data.overlap import Evaluations, evaluation_texts
 from restorekv.data.sources import Source, sources
 from restorekv.errors import RestoreKVError, RestoreKVWarning
-from restorekv.files import write_json
+from restorekv.files import alone, write_json
 from restorekv.tiny.suite import documents as suite
 
 TESTED = 156  # documents of the bundled suite that docs/table1.md is measured on; the demo asks the first 52
@@ -50,12 +50,13 @@ def build(
     longest = longest_context(model, tokenizer, config)
     check_lengths(config, longest)
     builder = Builder(model, tokenizer, config, evaluations, longest, progress)
-    folder.begin(out, before, record)
-    try:
-        accounts = {source.name: build_source(builder, source, out, record) for source in sources(config)}
-    except BaseException:
-        folder.discard(out)
-        raise
+    with alone(out, folder.LOCK):
+        folder.begin(out, before, record)
+        try:
+            accounts = {source.name: build_source(builder, source, out, record) for source in sources(config)}
+        except BaseException:
+            folder.discard(out)
+            raise
     manifest = {
         "format": folder.FORMAT,
         "version": folder.VERSION,

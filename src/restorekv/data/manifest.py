@@ -23,7 +23,7 @@ from restorekv.model.prompt import template_hash
 from restorekv.model.tokenize import text_ids
 
 FORMAT, VERSION, NAME = "restorekv-data", 1, "manifest.json"
-RECORD, PARTS = "build.json", "parts"
+RECORD, PARTS, LOCK = "build.json", "parts", ".build.json.lock"
 LIBRARIES = ("torch", "transformers", "datasets", "pyarrow")
 KEYS = {
     "mixture": str, "model": dict[str, Any], "seed": int, "longest": int, "sources": dict[str, dict[str, Any]],
@@ -181,8 +181,8 @@ def discard(out: Path) -> None:
     """Leaves nothing behind after a failure if nothing has been asked yet."""
     if not any((out / PARTS).iterdir()):
         clear(out)
-    if not any(out.iterdir()):
-        out.rmdir()
+    if all(path.name == LOCK for path in out.iterdir()):
+        shutil.rmtree(out, ignore_errors=True)
 
 
 def clear(out: Path) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from restorekv import files
 from restorekv.errors import AdapterError, first_sentence, raised_as, shown
-from restorekv.files import HOST, NUMBERS, has_type, sweep
+from restorekv.files import has_type
 from restorekv.model import base_weights
 from restorekv.restore.lora import config_of
 from restorekv.seal import SIGNATURE, check_signed, signed_with_key
@@ -121,8 +121,7 @@ def write(folder: Path, stored: Stored, readme: str | None = None) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        sweep(folder / "saving")
-        fresh = folder / f".saving.{HOST}-{os.getpid()}-{next(NUMBERS)}.tmp"
+        fresh = files.temporary_name(folder / "adapter")
         fresh.mkdir()
         try:
             complete(fresh, stored, readme)

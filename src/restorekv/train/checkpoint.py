@@ -35,7 +35,7 @@ def begin(folder: Path) -> None:
     """Starts the log of a new run; refuses a folder that holds another run or other files."""
     if (folder / FILE).exists():
         raise RestoreKVError(f"{folder} already holds a run; continue it with --resume or choose another folder.")
-    if any(folder.iterdir()) and not (folder / LOG).exists():
+    if any(path.name != ".lock" for path in folder.iterdir()) and not (folder / LOG).exists():
         raise RestoreKVError(f"{folder} holds other files and no run; choose an empty or a new folder.")
     (folder / LOG).write_text(HEADER)
 

@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.compression.prepared import ScoredContext
 from restorekv.errors import AdapterError, RestoreKVError
+from restorekv.files import alone
 from restorekv.model.prompt import default_between, encode
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train import checkpoint
@@ -86,11 +87,28 @@ def train(
     run = Run(config, adapter, optimizer, checkpoint.origin(model, tokenizer, examples, config, group.size))
     group.assert_same(config.text() + json.dumps(run.origin))
     check_lengths(model, tokenizer, examples, config)
-    start = first_step(folder, run, resume, group, notice)
     teachers = TeacherCache(model, tokenizer, examples, config, store, store_prefill)
-    sample = sample_step(config, start, examples, group.size)[group.rank]
-    with group.join_uneven(model):
-        notice(str(check(adapter, teachers, sample)))
+    with nullcontext() if group.rank else alone(folder):
+        start = first_step(folder, run, resume, group, notice)
+        take_steps(run, teachers, folder, start, progress, group, notice)
+        finish(adapter, teachers, folder, group)
+    return adapter
+
+
+def take_steps(
+    run: Run,
+    teachers: TeacherCache,
+    folder: Path,
+    start: int,
+    progress: Progress,
+    group: ProcessGroup,
+    notice: Callable[[str], None],
+) -> None:
+    """Takes the steps from `start` on, with a checkpoint every so often; `notice` gets the figures before them."""
+    config = run.config
+    sample = sample_step(config, start, teachers.examples, group.size)[group.rank]
+    with group.join_uneven(teachers.model):
+        notice(str(check(run.adapter, teachers, sample)))
     with step_log(folder, start, group.rank) as log:
         for step in range(start, config.steps):
             begun = time.perf_counter()
@@ -100,8 +118,6 @@ def train(
             due = (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps
             if due and group.rank == 0:
                 checkpoint.save(folder, run, step + 1)
-    finish(adapter, teachers, folder, group)
-    return adapter
 
 
 def first_step(folder: Path, run: Run, resume: bool, group: ProcessGroup, notice: Callable[[str], None]) -> int:

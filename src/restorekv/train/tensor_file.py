@@ -9,10 +9,11 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from restorekv import files
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, first_sentence
 from restorekv.files import replacing
 from restorekv.seal import SIGNATURE, check_signed, signed_with_key
 
@@ -22,10 +23,14 @@ Sizes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """Writes the file completely or not at all."""
-    with replacing(path) as temporary:
-        sha256 = checksum(tensors, metadata)
-        seals = {SUM: sha256, **signed_with_key(KIND, sha256)}
-        safetensors.torch.save_file(tensors, temporary, {**metadata, **seals})
+    sha256 = checksum(tensors, metadata)
+    seals = {SUM: sha256, **signed_with_key(KIND, sha256)}
+    try:
+        with replacing(path) as temporary:
+            safetensors.torch.save_file(tensors, temporary, {**metadata, **seals})
+    except (OSError, SafetensorError) as error:
+        why = f"Cannot write {path} ({first_sentence(error)})"
+        raise RestoreKVError(f"{why}; free some space or choose another place.") from error
 
 
 def read(path: Path, what: str, fix: str) -> tuple[dict[str, str], dict[str, Tensor]]:

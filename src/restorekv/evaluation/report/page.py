@@ -7,7 +7,7 @@ as it is.
 import csv
 import os
 import re
-import tempfile
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.evaluation import charts, draw, tables
 from restorekv.evaluation.charts import Chart
 from restorekv.evaluation.tables import Table, TableCell
+from restorekv.files import temporary_name
 
 INDEX, SVG = "index.html", "svg"
 FILES = (INDEX, "csv", SVG, "png")
@@ -92,9 +93,10 @@ def write(
     """Writes the page with all its files and returns it. What an earlier call wrote there is replaced."""
     folder = folder.resolve()
     check_folder(folder)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
-        new = Path(temporary) / "new"
-        for place in (new, *(new / name for name in FILES if name != INDEX)):
+    temporary = temporary_name(folder)
+    try:
+        new = temporary / "new"
+        for place in (temporary, new, *(new / name for name in FILES if name != INDEX)):
             place.mkdir()
         for block in exhibits(sections):
             write_csv(new / "csv" / f"{block.name}.csv", block)
@@ -103,8 +105,10 @@ def write(
                     (new / ending / f"{block.name}.{ending}").write_bytes(draw.image(block, ending))
         (new / INDEX).write_text(page(title, sections, summary, subtitle), encoding="utf-8")
         if folder.exists():
-            os.replace(folder, Path(temporary) / "old")
+            os.replace(folder, temporary / "old")
         os.replace(new, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     return folder / INDEX
 
 
