@@ -46,11 +46,6 @@ def check_target(path: Path) -> None:
         raise RestoreKVError(f"Cannot write {path}: {error.strerror}; choose another place or name.") from error
 
 
-def temporary_name(path: Path) -> Path:
-    """Returns a new name next to `path` that `sweep` knows."""
-    return path.with_name(f".{path.name}.{HOST}-{os.getpid()}-{next(NUMBERS)}.tmp")
-
-
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yields a temporary name next to `path`; what the block writes there replaces `path`, unless the block raises."""
