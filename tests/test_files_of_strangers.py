@@ -55,6 +55,7 @@ def test_only_regular_files_are_opened(tmp_path, good):
             assert "not a regular file" in refused(read, path, "The file")
         assert "does not exist" in refused(read, tmp_path / "none", "The file")
         refused(read, tmp_path / ("x" * 300), "The file")
+        refused(read, "/proc/self/mem", "The file")
         refused(read, tmp_path / "a\0b", "The file")
     assert files.read_tensors(link, "The file")[0]
 

@@ -57,7 +57,8 @@ def warn(message: str) -> None:
 def first_sentence(error: BaseException) -> str:
     """Returns the start of a library's error message, without its period, to quote in one of ours."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].split(". ")[0].rstrip(".:")
+    words = lines[0].split(". ")[0].rstrip(".:")
+    return "".join(letter if letter.isprintable() else "?" for letter in words)
 
 
 def shown(text: object) -> str:

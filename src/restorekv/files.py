@@ -50,7 +50,7 @@ def check_target(path: Path) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """Yields a temporary name next to `path`; what the block writes there replaces `path`, unless the block raises."""
     check_target(path)
-    path = path.resolve()  # so that a symbolic link stays one
+    path = Path(os.path.realpath(path))  # so that a symbolic link stays one; resolve() raises for a circle of them
     temporary = temporary_name(path)
     try:
         yield temporary
@@ -147,7 +147,7 @@ def read_json(path: Path, what: str) -> Any:
 def read_tensor_bytes(path: Path, what: str) -> bytes:
     """Returns the bytes of a safetensors file, after its size was compared with what its header says."""
     with regular(path, what) as (file, size):
-        start = file.read(8)
+        start = file.read(8) or b""  # None where nothing is there yet, as in /proc/kmsg
         start += file.read(header_length(start, size, what))
         read_header(start, size, what)
         file.seek(0)
@@ -210,7 +210,7 @@ def regular(path: Path, what: str) -> Iterator[tuple[BinaryIO, int]]:
 
 
 def read_whole(file: BinaryIO, size: int, what: str) -> bytes:
-    raw = file.read(size)
+    raw = file.read(size) or b""
     if len(raw) != size:
         raise RestoreKVError(f"{what} changed while it was read; try again when nobody writes it.")
     return raw

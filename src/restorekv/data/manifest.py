@@ -34,6 +34,8 @@ SOURCE_KEYS = {
     "title": str, "examples": int, "contexts": int, "licenses": COUNTS, "rows": int, "attempts": int,
     "dropped": COUNTS, "dropped_attempts": COUNTS, "from": dict[str, Any],
 }  # fmt: skip
+FILE_KEYS = {"name": str, "sha256": str}
+ORIGIN_KEYS = {"hub": {"hub": str, "revision": str}, "files": {"files": list[dict[str, str]]}}
 RECORD_KEYS = {
     "config": dict[str, Any], "sources": dict[str, dict[str, Any]], "exclude": list[dict[str, Any]],
     "model": dict[str, Any],
@@ -101,7 +103,8 @@ def fault(manifest: dict) -> str | None:
     problem = lacking(manifest, KEYS)
     for name, source in () if problem else manifest["sources"].items():
         file = source.get("file")
-        problem = problem or lacking(source, SOURCE_KEYS) or lacking(file, {"name": str, "sha256": str})
+        problem = problem or lacking(source, SOURCE_KEYS) or lacking(file, FILE_KEYS)
+        problem = problem or lacking(source["from"], ORIGIN_KEYS["hub" if "hub" in source["from"] else "files"])
         if not problem and file["name"] != f"{name}.parquet":
             problem = "a source's file has another name"  # which might lead out of the folder
     if not problem and (
@@ -123,8 +126,8 @@ def check_model(manifest: dict, model: PreTrainedModel, tokenizer: Tokenizer, fo
     for key, what in SAME.items():
         if now[key] != before.get(key):
             raise RestoreKVError(
-                f"The data in {folder} was made by the model {before.get('name')} with another {what} "
-                f"({before.get(key)}, not {now[key]}); build it for this model."
+                f"The data in {folder} was made by the model {shown(before.get('name'))} with another {what} "
+                f"({shown(before.get(key))}, not {now[key]}); build it for this model."
             )
 
 

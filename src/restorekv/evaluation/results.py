@@ -35,11 +35,14 @@ CONVENTIONS = {
     "device": str, "prefix_policy": str, "on_tight": str, "allocation": str, "restore_from": str, "offset": int,
 }  # fmt: skip
 LINE = {
-    "tokens": int, "prefix": int, "pairs": float, "pairs_with_prefix": float, "bytes": float,
+    "sample": str | int, "tokens": int, "prefix": int, "pairs": float, "pairs_with_prefix": float, "bytes": float,
     "answers": list[dict[str, Any]],
 }  # fmt: skip
 ANSWER = {"task": str, "id": str | int, "prediction": str, "score": float}
-FIGURES = {"questions": int, "samples": int, "tasks": dict[str, dict[str, Any]], "groups": dict[str, dict[str, Any]]}
+FIGURES = {
+    "questions": int, "samples": int, "tasks": dict[str, dict[str, Any]], "groups": dict[str, dict[str, Any]],
+    "pairs": float, "pairs_with_prefix": float, "bytes": float, "kept": float, "kept_with_prefix": float,
+}  # fmt: skip
 PACKAGES = ("restorekv", "torch", "transformers", "peft")
 
 

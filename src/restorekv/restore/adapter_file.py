@@ -217,7 +217,7 @@ def read_config(folder: Path, raw: bytes, lora: dict[str, Tensor]) -> LoraConfig
 def read_card(folder: Path, raw: dict[str, bytes]) -> Card | None:
     """Returns the card, after it compares the checksums; None where there is no restorekv.json."""
     path = place(folder, CARD)
-    if not path.exists():
+    if not os.path.lexists(path):
         check_signed(KIND, "", None, folder)
         return None
     entries = files.read_json(path, str(path))

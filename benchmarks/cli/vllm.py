@@ -1,0 +1,27 @@
+"""`.venv-vllm/bin/python -m benchmarks vllm`: whole documents beside compressed ones in the same unpatched vLLM."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.cli.session import benchmark, each
+from benchmarks.vllm import Options, tables
+from benchmarks.vllm import run as measure
+from restorekv.files import check_target
+
+
+def run(
+    model: Annotated[str, typer.Option(help="A small decoder; smollm2, a folder or a hub id.")] = "smollm2",
+    tokens: Annotated[int, typer.Option(help="Length of every document.")] = 2048,
+    documents: Annotated[int, typer.Option(min=2, help="How many documents are asked in turn.")] = 8,
+    fitting: Annotated[int, typer.Option(min=1, help="Whole documents for which the KV space is made.")] = 4,
+    ratio: Annotated[list[str], typer.Option(help="A ratio of the compressed documents; repeatable.")] = ("0.2", "0.1"),
+    together: Annotated[list[int], typer.Option(help="Questions at once; repeatable.")] = (1, 8, 32),
+    answer: Annotated[int, typer.Option(help="Tokens of every answer.")] = 16,
+    json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
+) -> None:
+    if json:
+        check_target(json)
+    options = Options(model, tokens, documents, fitting, tuple(ratio), tuple(together), answer)
+    benchmark(lambda tell: measure(options, tell), lambda result: each(tables(result)), json)

@@ -1,0 +1,114 @@
+"""Whole documents (vLLM's own prefix cache) beside compressed ones (our connector), in the same KV space."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+from statistics import median
+
+import torch
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from benchmarks.workload import describe_machine
+from restorekv.compression.compressor import compress
+from restorekv.evaluation.tables import Table
+from restorekv.model.load import load_model
+from restorekv.model.prompt import make_context, question_ids
+from restorekv.vllm import transfer_config
+
+BLOCK, SPARE = 32, 64  # tokens of a block; positions for a question and its answer
+QUESTIONS = tuple(f"What happens in part {number} of the story?" for number in range(34))
+
+
+@dataclass(frozen=True)
+class Options:
+    """See the command's flags."""
+
+    model: str
+    tokens: int
+    documents: int
+    fitting: int
+    ratios: tuple[str, ...]
+    together: tuple[int, ...]
+    answer: int
+
+
+def run(options: Options, tell: Callable[[str], None]) -> dict:
+    """Makes the documents, then measures one side after the other, each in a process of its own."""
+    torch.set_num_threads(1)
+    model, tokenizer = load_model(options.model)
+    with tempfile.TemporaryDirectory(prefix="restorekv-vllm-") as name:
+        folder = Path(name)
+        model.save_pretrained(folder / "model")
+        tokenizer.save_pretrained(folder / "model")
+        sides = {"whole": ([], None, options.tokens)}
+        for text in texts(tokenizer, options):
+            context = make_context(tokenizer, text)
+            ids = context.ids[0].tolist()
+            sides["whole"][0].append([ids + question_ids(tokenizer, context, each)[0].tolist() for each in QUESTIONS])
+        for ratio in options.ratios:
+            store = folder / f"store-{ratio}"
+            store.mkdir()
+            prompts, columns = [], 0
+            for number, text in enumerate(texts(tokenizer, options)):
+                tell(f"compressing document {number + 1} of {options.documents} at r = {ratio}")
+                small = compress(
+                    model, tokenizer, text, evictor="snapkv", adapter=None, ratio=ratio, allocation="per-head"
+                )
+                portable = small.portable()
+                portable.save(store / f"{number}.safetensors")
+                prompts.append([portable.inputs(tokenizer, each)["input_ids"][0].tolist() for each in QUESTIONS])
+                columns = portable.tokens
+            sides[f"r = {ratio}"] = prompts, transfer_config(store), columns
+        rows = {}
+        for side, (prompts, transfer, columns) in sides.items():
+            tell(f"asking vLLM, {side}")
+            rows[side] = {"positions": columns, **ask(folder, options, prompts, transfer)}
+    return {"options": asdict(options), "machine": describe_machine(1), "rows": rows}
+
+
+def texts(tokenizer: Tokenizer, options: Options) -> list[str]:
+    """Documents of one length, from a novel that ships."""
+    novel = next((files("restorekv") / "tasks" / "texts" / "novels").iterdir())
+    ids = tokenizer.encode(gzip.decompress(novel.read_bytes()).decode())
+    parts = [ids[at : at + options.tokens] for at in range(0, options.documents * options.tokens, options.tokens)]
+    return [tokenizer.decode(part) for part in parts]
+
+
+def ask(folder: Path, options: Options, prompts: list, transfer: dict | None) -> dict:
+    """Runs one side in a process of its own."""
+    job = {
+        "model": str(folder / "model"), "transfer": transfer, "prompts": prompts, "warmup": list(range(100, 130)),
+        "block": BLOCK, "longest": options.tokens + 4 * SPARE, "tokens": options.answer,
+        "blocks": options.fitting * (options.tokens + 2 * SPARE) // BLOCK, "together": options.together,
+        "alone": min(4, options.documents), "loads": {"fit": options.fitting, "do not fit": options.documents},
+    }  # fmt: skip
+    place = folder / "job.json"
+    place.write_text(json.dumps(job))
+    subprocess.run([sys.executable, "-m", "benchmarks.vllm_side", str(place)], check=True)
+    return json.loads(place.with_suffix(".out.json").read_text())
+
+
+def tables(result: dict) -> Iterator[Table | str]:
+    """Yields the table and the machine."""
+    options, rows = result["options"], result["rows"]
+    space = options["fitting"] * options["tokens"]
+    head = ["documents", "positions each", "resident", "first token, cold", "warm"]
+    names = list(rows["whole"]["throughput"])
+    lines = []
+    for side, row in rows.items():
+        times = [median(row["cold"]), median(row["warm"])]
+        rates = [row["throughput"][name] for name in names]
+        lines.append([side, row["positions"], space // row["positions"], *(f"{x:.2f} s" for x in times),
+                      *(f"{x:.1f}" for x in rates)])  # fmt: skip
+    yield Table(
+        "vllm", "Whole and compressed documents in one KV space", [*head, *(f"tokens/s, {x}" for x in names)], lines
+    )
+    yield f"{options['model']}, documents of {options['tokens']:,} tokens, {result['machine']['processor']}."
