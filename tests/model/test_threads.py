@@ -7,6 +7,7 @@ import torch
 from restorekv import compress
 from restorekv.files import replacing
 from restorekv.model.observer import observe_layers
+from restorekv.model.shape import decoder
 from restorekv.restore.adapter import RestoreAdapter
 from tests.helpers.models import build_model
 
@@ -93,6 +94,14 @@ def test_threads_compress_as_one_would_alone(tiny_tokenizer):
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_a_hook_that_is_only_half_registered_does_nothing(tiny_model):
+    """PyTorch first stores a hook and then that it wants keywords; a pass of another thread may come in between."""
+    with observe_layers(tiny_model, lambda view: None):
+        for layer in decoder(tiny_model).layers:
+            for hook in layer.self_attn._forward_pre_hooks.values():
+                assert hook(layer.self_attn, ()) is None
 
 
 def test_two_writers_of_one_path_use_different_temporary_files(tmp_path):

@@ -54,8 +54,9 @@ def observe_layers(model: PreTrainedModel, on_layer: OnLayer) -> Iterator[None]:
     """
     inputs: list[Tensor] = []
 
-    def before_layer(module: nn.Module, args: tuple, kwargs: dict[str, object]) -> None:
-        if current_observer() is before_attention:  # hooks see the passes of other threads too
+    def before_layer(module: nn.Module, args: tuple, kwargs: dict[str, object] | None = None) -> None:
+        # Hooks see the passes of other threads too, and without kwargs while PyTorch is still registering them.
+        if kwargs is not None and current_observer() is before_attention:
             inputs[:] = [kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]]
 
     def before_attention(module, query, key, value, mask, scale) -> Tensor | None:

@@ -51,7 +51,10 @@ def needles(
 
     def draft(units: int, rng: Random) -> Draft:
         taken: set[str] = set()
-        by_key = {fresh(key, rng, taken): [fresh(value, rng, taken) for _ in range(values)] for _ in range(keys)}
+        by_key: dict[str, list[str]] = {}
+        for _ in range(keys):
+            found = [fresh(value, rng, taken) for _ in range(values)]  # before the key: the order decides the sample
+            by_key[fresh(key, rng, taken)] = found
         asked = rng.sample(list(by_key), queries)
         lines = [NEEDLE.format(kind=value, key=name, value=each) for name, group in by_key.items() for each in group]
         rng.shuffle(lines)
