@@ -64,6 +64,8 @@ class Result:
         require(self.folder / CELL, self.facts, CONVENTIONS)
         path = self.folder / SUMMARY
         figures = checked(path, read_bytes(path, str(path)), FIGURES)
+        for task in figures["tasks"].values():
+            require(path, task, {"score": float})
         if (figures["samples"], figures["questions"]) != (len(self.lines), len(self.answers)):
             raise RestoreKVError(f"{path} is of other answers than {ANSWERS} beside it; remove it and start again.")
         return figures
