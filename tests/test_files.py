@@ -4,7 +4,10 @@ import os
 import subprocess
 import sys
 
-from restorekv.files import HOST, replacing, write_json
+import pytest
+
+from restorekv.errors import RestoreKVError
+from restorekv.files import HOST, alone, replacing, write_json
 
 KILLED = """
 import os, signal, sys
@@ -34,3 +37,13 @@ def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path):
     with replacing(other) as temporary:
         temporary.write_text("whole")
     assert {path.name for path in tmp_path.iterdir()} == {target.name, other.name, *stay}
+
+
+def test_a_folder_has_one_worker_at_a_time(tmp_path):
+    with alone(tmp_path / "new"):
+        with pytest.raises(RestoreKVError, match="Another process is at work"), alone(tmp_path / "new"):
+            pass
+        assert list((tmp_path / "new").iterdir())
+    assert not list((tmp_path / "new").iterdir())
+    with alone(tmp_path / "new"):
+        pass

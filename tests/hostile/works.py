@@ -106,7 +106,7 @@ def save(folder: Path) -> None:
     """Saves two contents in turn to one cache file and one adapter."""
     caches, adapters = [small(folder, ratio) for ratio in (0.1, 0.2)], [random_adapter(seed) for seed in (1, 2)]
     try:
-        for _ in range(4):
+        for _ in range(2):
             for cache, each in zip(caches, adapters, strict=True):
                 cache.save(folder / "out.rkv")
                 each.save_pretrained(folder / "saved")

@@ -14,6 +14,7 @@ from restorekv.model import attention
 from restorekv.model.attention import cascade
 from restorekv.model.load import logits, longest
 from restorekv.model.prompt import default_between, make_context
+from restorekv.train import checkpoint, tensor_file
 from restorekv.train import teacher as teacher_module
 from restorekv.train.checks import check
 from restorekv.train.config import TrainConfig, learning_rate
@@ -393,3 +394,31 @@ def test_the_adapter_records_settings_data_and_licence(tiny_tokenizer, tmp_path)
     assert adapter.card.settings["lr"] == CONFIG.lr and adapter.card.settings["processes"] == 1
     assert [row["contexts"] for row in adapter.card.data] == [1, 4]
     assert adapter.card.license == "unknown" and adapter.card.between == default_between(tiny_tokenizer)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda meta, own: meta.update(step="9" * 30), lambda meta, own: meta.update(step="7"),
+        lambda meta, own: meta.update(config="[" * 9000), lambda meta, own: meta.update(config='{"lr": "high"}'),
+        lambda meta, own: meta.update(origin="[]"), lambda meta, own: meta.pop("origin"),
+        lambda meta, own: own.pop("adapter.embeddings"), lambda meta, own: own.update(more=torch.ones(1)),
+        lambda meta, own: own.update({"adapter.embeddings": own["adapter.embeddings"] * torch.nan}),
+        lambda meta, own: own.update({"optimizer.0.exp_avg_sq": own["optimizer.0.exp_avg_sq"] - 1}),
+        lambda meta, own: own.update({"optimizer.0.step": torch.tensor(99.0)}),
+        lambda meta, own: own.update({"optimizer.0.exp_avg": own["optimizer.0.exp_avg"][:1].clone()}),
+    ],
+)  # fmt: skip
+def test_checkpoints_that_cannot_be_are_refused_and_change_nothing(tiny_tokenizer, tmp_path, harm):
+    model = build_model("qwen3")
+    train(model, tiny_tokenizer, EXAMPLES[:2], replace(CONFIG, steps=2), tmp_path / "run")
+    path = tmp_path / "run" / checkpoint.FILE
+    metadata, own = tensor_file.read(path, "It", "fix it")
+    save_file(own, path, metadata)  # as older versions wrote it, without a checksum
+    config = replace(CONFIG, steps=2)
+    train(model, tiny_tokenizer, EXAMPLES[:2], config, tmp_path / "run", resume=True)
+    harm(metadata, own)
+    save_file(own, path, metadata)
+    with pytest.raises(RestoreKVError, match=r"damaged|is another one") as caught:
+        train(model, tiny_tokenizer, EXAMPLES[:2], config, tmp_path / "run", resume=True)
+    assert "\n" not in str(caught.value) and str(caught.value).endswith(".")

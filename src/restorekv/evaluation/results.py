@@ -61,8 +61,11 @@ class Result:
     @cached_property
     def summary(self) -> dict:
         """Score, interval, tasks, groups, pairs and bytes; raises FileNotFoundError for a cell that is not done."""
+        require(self.folder / CELL, self.facts, CONVENTIONS)
         path = self.folder / SUMMARY
         figures = checked(path, read_bytes(path, str(path)), FIGURES)
+        for task in figures["tasks"].values():
+            require(path, task, {"score": float})
         if (figures["samples"], figures["questions"]) != (len(self.lines), len(self.answers)):
             raise RestoreKVError(f"{path} is of other answers than {ANSWERS} beside it; remove it and start again.")
         return figures
@@ -159,7 +162,8 @@ def read(path: Path) -> Result:
         stored = checked(
             path / CELL, read_bytes(path / CELL, str(path / CELL)), {"cell": dict[str, Any], "facts": FACTS}
         )
-        require(path / CELL, stored["facts"], CONVENTIONS)
+        known = {key: hint for key, hint in CONVENTIONS.items() if key in stored["facts"]}  # older cells lack some
+        require(path / CELL, stored["facts"], known)
         return Result(path, Cell.from_dict(stored["cell"]), stored["facts"])
     except (ValueError, KeyError, TypeError) as error:
         raise RestoreKVError(f"{path} holds no cell of restorekv ({first_sentence(error)}); remove it.") from error

@@ -1,6 +1,7 @@
 """Checkpoints of a run: written under another name first, so that a kill at any moment leaves a whole one."""
 
 import json
+import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def save(folder: Path, run: Run, step: int) -> None:
 def restart(folder: Path, run: Run) -> int:
     """Loads the checkpoint and returns the step to continue with; 0 where there is none. Changes no file."""
     path = folder / FILE
-    if not path.exists():
+    if not os.path.lexists(path):  # a circle of links is no missing file
         return 0
     what = f"The checkpoint {path}"
     metadata, tensors = tensor_file.read(path, what, FIX)
