@@ -228,9 +228,9 @@ CASES: dict[str, tuple[Build, str]] = {
         adapter(lambda a: (a / WEIGHTS).write_bytes(flipped((a / WEIGHTS).read_bytes(), 0.9))),
         "not the file that was",
     ),
-    "truncated adapter": (adapter(lambda a: ((a / CARD).unlink(), halved(a / WEIGHTS))), "damaged"),
-    "pickle as adapter weights": (adapter(lambda a: ((a / CARD).unlink(), pickled(a / WEIGHTS))), "no safetensors"),
-    "pickle as embeddings": (adapter(lambda a: ((a / CARD).unlink(), pickled(a / EMBEDDINGS))), "no safetensors"),
+    "truncated adapter": (adapter(lambda a: ((a / CARD).unlink(), halved(a / WEIGHTS))), "cut short"),
+    "pickle as adapter weights": (adapter(lambda a: ((a / CARD).unlink(), pickled(a / WEIGHTS))), "not a safetensors"),
+    "pickle as embeddings": (adapter(lambda a: ((a / CARD).unlink(), pickled(a / EMBEDDINGS))), "not a safetensors"),
     "embeddings of another name": (
         adapter(lambda a: ((a / CARD).unlink(), shutil.copy(a / WEIGHTS, a / EMBEDDINGS))),
         "no tensor",
@@ -255,8 +255,8 @@ CASES: dict[str, tuple[Build, str]] = {
     "flipped byte in the length": (cache(lambda data: flipped(data, 0)), "cut short|damaged|truncated|not a"),
     "flipped byte in the header": (cache(lambda data: flipped(data, 300 / len(data))), "damaged|cut short"),
     "flipped byte in the tensors": (cache(lambda data: flipped(data, 0.7)), "damaged"),
-    "text as a cache": (cache(lambda data: b"the code of the red house is seven" * 9), "no safetensors file"),
-    "pickle as a cache": (cache(lambda data: pickle.dumps({"keys": [1.0] * 50})), "no safetensors file"),
+    "text as a cache": (cache(lambda data: b"the code of the red house is seven" * 9), "not a safetensors file"),
+    "pickle as a cache": (cache(lambda data: pickle.dumps({"keys": [1.0] * 50})), "not a safetensors file"),
     "safetensors of somebody else": (
         lambda world, tmp: ["ask", Path(world.adapter) / WEIGHTS, QUESTION, "--model", world.model],
         "not a restorekv cache",

@@ -33,7 +33,7 @@ def finished(folder: Path, cell: Cell, asked: Sequence[tuple[Question, str]], **
 def facts(cell: Cell, benchmark: Mapping[str, object]) -> dict:
     """Returns those of a cell's facts that exports of results read."""
     return {
-        "model": cell.model, "device": "cpu", "dtype": "float32", "method": cell.evictor,
+        "model": cell.model, "fingerprint": "0", "device": "cpu", "dtype": "float32", "method": cell.evictor,
         "prefix_policy": cell.prefix_policy or ("free" if cell.evictor == "full" else "counted"),
         "on_tight": cell.on_small_budget, "allocation": cell.allocation, "restore_from": cell.restore_from,
         "offset": cell.offset, "adapter": {"hash": "ab12", "restore_tokens": 8} if cell.adapter else None,

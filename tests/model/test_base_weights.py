@@ -15,6 +15,7 @@ from restorekv.model import base_weights
 from restorekv.model import load as models
 from restorekv.model.base_weights import describe, similarity
 from restorekv.restore.adapter import RestoreAdapter
+from restorekv.restore.adapter_file import SUM
 from tests.helpers.models import build_model
 
 
@@ -132,6 +133,7 @@ def test_an_adapter_without_a_sketch_needs_its_own_weights(model, tmp_path):
     path = save_adapter(model, tmp_path / "old")
     card = json.loads((path / "restorekv.json").read_text())
     assert card.pop("weights")["architecture"]["hidden"] == 32
+    del card[SUM]  # of a record that was written before there were checksums
     (path / "restorekv.json").write_text(json.dumps(card))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -15,6 +15,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed.fsdp
 from safetensors.torch import load_file
@@ -238,7 +239,7 @@ def killed(moment: int, how: str, *arguments: object) -> int:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def work() -> None:
-        count, whole, save = 0, os.replace, checkpoint.save_file
+        count, whole, save = 0, os.replace, safetensors.torch.save_file
 
         def replacing(source, target) -> None:
             nonlocal count
@@ -255,7 +256,7 @@ def killed(moment: int, how: str, *arguments: object) -> int:
                 os.truncate(path, path.stat().st_size // 2)
                 die()
 
-        os.replace, checkpoint.save_file = replacing, saving if how == "within" else save
+        os.replace, safetensors.torch.save_file = replacing, saving if how == "within" else save
         train(build_model("llama"), *arguments, resume=True)
 
     child = get_context("fork").Process(target=work)
