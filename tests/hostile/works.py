@@ -163,7 +163,7 @@ WORKS = {
     ),
     "paper": Work(
         command("OUT/paper", "--only", "fast-kvzip", "--count", "1", program=paper),
-        lambda f: (table(f / "paper" / "report" / "paper.json", "exhibits"), answers(f / "paper")),
+        lambda f: (table(f / "paper" / "report" / "paper.json", "experiments"), answers(f / "paper")),
     ),
 }  # fmt: skip
 
