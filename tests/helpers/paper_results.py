@@ -23,7 +23,11 @@ def finished(folder: Path, cell: Cell, said: Mapping[str, Sequence[tuple[float, 
     """
     place = folder / cell.name
     place.mkdir(parents=True)
-    facts = {**FACTS, "benchmark": {"title": cell.benchmark}, "protocol": {"name": cell.protocol}}
+    conventions = {
+        "method": cell.evictor, "adapter": None, "shape": {"layers": 3}, "prefix_policy": "free",
+        "on_tight": cell.on_small_budget, "restore_from": cell.restore_from, "offset": cell.offset,
+    }  # fmt: skip
+    facts = {**conventions, **FACTS, "benchmark": {"title": cell.benchmark}, "protocol": {"name": cell.protocol}}
     write_json(place / CELL, {"cell": cell.to_dict(), "facts": facts})
     held = {"prefix": 3, "cut": 0, "restore_tokens": 0, "tokens": 100, "pairs": 60, "pairs_with_prefix": 78, "bytes": 9}
     lines = []
