@@ -13,6 +13,7 @@ from restorekv.evaluation import kvpress_layout
 from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.kvpress_layout import export
 from restorekv.evaluation.results import SUMMARY
+from restorekv.files import HOST
 from restorekv.tasks import Question
 from tests.helpers import leaderboard
 from tests.helpers.grid_results import finished
@@ -98,6 +99,15 @@ def test_what_kvpress_itself_wrote_stays(tmp_path):
     finished(tmp_path, cell(), ASKED, **OFFICIAL)
     assert export(tmp_path) == [own / "1"] == export(tmp_path)
     assert (own / "config.yaml").read_text() == "dataset: ruler\n"
+
+
+def test_a_folder_with_what_a_killed_process_left_is_free(tmp_path):
+    own = tmp_path / "kvpress" / "ruler__4096__Qwen--Qwen3-8B__kvzip__0.95__fraction0.001"
+    own.mkdir(parents=True)
+    (own / f".restorekv.json.{HOST}-{2**22 + 1}-0.tmp").write_text("half")  # no process has that number
+    finished(tmp_path, cell(), ASKED, **OFFICIAL)
+    assert export(tmp_path) == [own]
+    assert not any(entry.name.startswith(".") for entry in own.iterdir())
 
 
 def test_writing_again_changes_nothing_and_mends_what_is_unfinished(tmp_path):

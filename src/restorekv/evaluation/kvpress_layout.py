@@ -32,7 +32,7 @@ from restorekv import tasks
 from restorekv.compression.budget import exact_ratio
 from restorekv.evaluation.grid import FULL, Cell, grouped
 from restorekv.evaluation.results import Result, load
-from restorekv.files import replacing, write_json
+from restorekv.files import replacing, sweep, write_json
 from restorekv.tasks.longbench import LongBench
 from restorekv.tasks.ruler import Ruler
 from restorekv.tasks.ruler.benchmark import HUB as RULER_ROWS
@@ -173,6 +173,7 @@ def folder_name(config: Mapping) -> str:
 def free_folder(path: Path, cell: Cell) -> Path:
     """Returns the first of `path`, `path`/1, `path`/2 ... that holds the cell or nothing."""
     free, number = path, 0
+    sweep(path / OURS)  # what a killed process left there is nothing
     while free.exists() and read_own(free).get("cell") != cell.to_dict() and any(free.iterdir()):
         number += 1
         free = path / str(number)
