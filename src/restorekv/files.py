@@ -38,7 +38,7 @@ def check_target(path: Path) -> None:
         raise RestoreKVError(f"{path} is not a regular file; give the name of one.")
     if not os.access(path.parent, os.W_OK):
         raise RestoreKVError(f"The folder {path.parent} is not writable; choose another or change its permissions.")
-    probe = temporary_name(path)
+    probe = own_name(path)
     try:
         probe.touch(exist_ok=False)  # only trying tells what the disk allows, and how long a name it takes
         probe.unlink()
@@ -62,6 +62,10 @@ def replacing(path: Path) -> Iterator[Path]:
 def temporary_name(path: Path) -> Path:
     """Returns a name next to `path` for this process alone; removes what killed processes left under such names."""
     sweep(path)
+    return own_name(path)
+
+
+def own_name(path: Path) -> Path:
     return path.with_name(f".{path.name}.{HOST}-{os.getpid()}-{next(NUMBERS)}.tmp")
 
 

@@ -15,7 +15,7 @@ import safetensors.torch
 from torch import Tensor
 
 from restorekv.errors import RestoreKVError
-from restorekv.files import read_bytes
+from restorekv.files import read_bytes, replacing
 
 BLANK, BLANK_SIGNATURE = "0" * 64, "f" * 64
 SIGNATURE = "signature"
@@ -23,13 +23,30 @@ SHORTEST_KEY = 16  # bytes
 
 
 def sealed(tensors: dict[str, Tensor], metadata: Mapping[str, str], key: bytes | None = None) -> bytes:
-    """Returns the bytes of a sealed safetensors file whose metadata has a `format`."""
+    """Returns the bytes of a sealed safetensors file whose metadata has a `format`.
+
+    Without a key, RESTOREKV_KEY is the key, if it is set; so in `check_seal`.
+    """
+    key = key or read_key()
     blanks = {"checksum": BLANK, **({SIGNATURE: BLANK_SIGNATURE} if key else {})}
     payload = safetensors.torch.save(tensors, {**metadata, **blanks})
     digest = hashlib.sha256(payload).hexdigest()
     if key:
         payload = payload.replace(BLANK_SIGNATURE.encode(), signature(key, metadata["format"], digest).encode(), 1)
     return payload.replace(BLANK.encode(), digest.encode(), 1)
+
+
+def write(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str], key: bytes | None = None) -> None:
+    """Writes a sealed file that outlives a power cut; on any failure, Ctrl-C included, the old one stays."""
+    payload = sealed(tensors, metadata, key)
+    try:
+        with replacing(path) as temporary, temporary.open("wb") as file:
+            file.write(payload)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        why = f"Cannot write {path}: {error.strerror}"
+        raise RestoreKVError(f"{why}; free some space or choose another place.") from error
 
 
 def check_seal(raw: bytes, metadata: Mapping[str, str], what: str, key: bytes | None = None) -> None:
@@ -43,7 +60,7 @@ def check_seal(raw: bytes, metadata: Mapping[str, str], what: str, key: bytes | 
     digest.update(memoryview(raw)[end:])
     if digest.hexdigest() != checksum:
         raise RestoreKVError(f"{what} is damaged, its checksum does not match; fetch or make it again.")
-    if key:
+    if key := key or read_key():
         compare(signature(key, metadata["format"], checksum), signed, what)
 
 

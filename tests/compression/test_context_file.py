@@ -9,7 +9,6 @@ import pytest
 import safetensors.torch
 import torch
 
-from restorekv.compression import context_file
 from restorekv.compression.context_file import Manifest, read, write
 from restorekv.errors import CacheFileError
 from restorekv.files import HOST, read_tensors
@@ -197,7 +196,7 @@ def test_a_failure_leaves_the_old_file(tiny_model, written, monkeypatch, failure
     def fail(*_):
         raise failure
 
-    monkeypatch.setattr(context_file.os, step, fail)
+    monkeypatch.setattr(os, step, fail)
     with pytest.raises(CacheFileError if isinstance(failure, OSError) else type(failure)) as caught:
         write(path, cache, context, manifest)
     if isinstance(failure, OSError):

@@ -8,8 +8,10 @@ import torch
 from restorekv import compress
 from restorekv.compression.portable import load_portable
 from restorekv.errors import CacheFileError, RestoreKVError
+from restorekv.files import open_tensors
 from restorekv.model.load import rope_fingerprint
 from restorekv.model.shape import CacheShape
+from restorekv.seal import sealed
 from restorekv.vllm import prompt, transfer_config
 from restorekv.vllm.store import Expected, Store
 from tests.helpers.models import VOCABULARY, build_model
@@ -103,8 +105,9 @@ def test_documents_of_another_model_are_refused(tiny_model, place, facts, what):
 
 def test_a_file_cannot_claim_the_placeholders_of_another(tiny_tokenizer, place):
     folder, documents, store, _ = place
-    forged = type(documents[1])(**{**vars(documents[1]), "ids": documents[0].ids})
-    forged.save(folder / "forged.safetensors")
+    metadata, tensors = open_tensors((folder / "blue.safetensors").read_bytes(), "it")
+    del metadata["checksum"]
+    (folder / "forged.safetensors").write_bytes(sealed({**tensors, "ids": documents[0].ids}, metadata))
     with pytest.raises(CacheFileError, match="do not follow from its contents"):
         load_portable(folder / "forged.safetensors")
     assert store.find(prompt(documents[0], QUESTION, tiny_tokenizer)).path.stem == "red"

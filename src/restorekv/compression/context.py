@@ -15,13 +15,12 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression import context_file, generate, portable
+from restorekv.compression.context_checks import check_model
 from restorekv.compression.context_file import CacheFile, Manifest
 from restorekv.compression.portable import Portable
 from restorekv.errors import CacheFileError, RestoreKVError, warn
 from restorekv.model import attention
-from restorekv.model.load import model_fingerprint, rope_fingerprint
 from restorekv.model.prompt import Context, template_hash
-from restorekv.model.shape import CacheShape
 
 
 @dataclass(frozen=True, repr=False)
@@ -138,19 +137,9 @@ def ask_many(
 
 
 def check(stored: CacheFile, model: PreTrainedModel, tokenizer: Tokenizer) -> None:
-    """Refuses a model whose weights, shape or rotation of keys are not those that the cache was computed with."""
+    """Refuses a model other than the one that the cache was computed with."""
     path, manifest, ids = stored.path, stored.manifest, (stored.context.ids, stored.context.suffix)
-    if manifest.rope != rope_fingerprint(model.config):
-        raise CacheFileError(
-            f"{path} was made with RoPE {manifest.rope}, the model has {rope_fingerprint(model.config)}; "
-            "load the model with the same RoPE configuration."
-        )
-    if manifest.fingerprint != model_fingerprint(model):
-        raise CacheFileError(f"{path} was made with another model ({manifest.model}); load that one.")
-    if manifest.shape != vars(CacheShape.of(model)):
-        raise CacheFileError(f"{path} records a shape that is not the model's; compress the context again.")
-    if manifest.dtype != str(model.dtype).removeprefix("torch."):
-        raise CacheFileError(f"{path} holds {manifest.dtype}; load the model with dtype={manifest.dtype!r}.")
+    check_model(path, manifest, model)
     if max(int(each.max()) for each in ids if each.numel()) >= model.get_input_embeddings().weight.shape[0]:
         raise CacheFileError(f"{path} has token ids that the model's vocabulary lacks; compress the context again.")
     if manifest.template != template_hash(tokenizer):

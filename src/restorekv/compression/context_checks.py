@@ -7,11 +7,13 @@ offsets, ids, sums and finiteness are checked before a tensor is used.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from itertools import pairwise
 from typing import TYPE_CHECKING, get_type_hints
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from restorekv.cache.quantized import FP8, GROUP, STORAGES
 from restorekv.cache.ragged import RaggedCache
@@ -19,6 +21,8 @@ from restorekv.compression.budget import ON_SMALL_BUDGET, PREFIX_POLICIES, exact
 from restorekv.compression.prepared import RESTORE_FROM
 from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.files import has_type
+from restorekv.model.load import model_fingerprint, rope_fingerprint
+from restorekv.model.shape import CacheShape
 
 if TYPE_CHECKING:
     from restorekv.compression.context_file import Manifest
@@ -26,7 +30,7 @@ if TYPE_CHECKING:
 LARGEST = 2**31 - 1  # of positions and rows, which files hold as int32
 BLOCK = 1 << 22  # numbers looked at together
 CODES = {"int8": torch.int8, "fp8": FP8}
-SHAPE = {"layers", "heads", "groups", "head_dim", "hidden"}
+SHAPE = {field.name for field in fields(CacheShape)}
 COUNTS = ("prefix", "restore_tokens", "offset", "pairs", "pairs_of_prefix", "pairs_held", "bytes_full", "bytes_held")
 CHOICES = {
     "dtype": ("float32", "bfloat16", "float16", "float64"), "storage": STORAGES, "prefix_policy": PREFIX_POLICIES,
@@ -69,6 +73,21 @@ def check_manifest(manifest: Manifest) -> None:
         exact_ratio(manifest.ratio)
     except RestoreKVError as error:
         raise ContradictionError(f"records what compress refuses: {error}") from None
+
+
+def check_model(path: object, manifest: Manifest, model: PreTrainedModel) -> None:
+    """Refuses a model whose weights, shape, dtype or rotation of keys are not those that the file was made with."""
+    if manifest.rope != rope_fingerprint(model.config):
+        raise CacheFileError(
+            f"{path} was made with RoPE {manifest.rope}, the model has {rope_fingerprint(model.config)}; "
+            "load the model with the same RoPE configuration."
+        )
+    if manifest.fingerprint != model_fingerprint(model):
+        raise CacheFileError(f"{path} was made with another model ({manifest.model}); load that one.")
+    if manifest.shape != vars(CacheShape.of(model)):
+        raise CacheFileError(f"{path} records a shape that is not the model's; compress the context again.")
+    if manifest.dtype != str(model.dtype).removeprefix("torch."):
+        raise CacheFileError(f"{path} holds {manifest.dtype}; load the model with dtype={manifest.dtype!r}.")
 
 
 def check_tensors(tensors: Mapping[str, Tensor], manifest: Manifest) -> None:

@@ -5,7 +5,8 @@ checked is what is used.
 """
 
 import json
-import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from restorekv import seal
 from restorekv.cache import quantized
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.compression.budget import from_file, to_file
-from restorekv.compression.context_checks import ContradictionError, check_manifest, check_sums, check_tensors
-from restorekv.errors import CacheFileError, RestoreKVError
-from restorekv.files import open_tensors, parse_json, read_tensor_bytes, replacing
+from restorekv.compression.context_checks import ContradictionError, check_manifest, check_sums, check_tensors, require
+from restorekv.errors import CacheFileError, RestoreKVError, raised_as
+from restorekv.files import open_tensors, parse_json, read_tensor_bytes
 from restorekv.model.prompt import Context
-from restorekv.seal import check_seal, read_key, sealed
 
 FORMAT = "restorekv-cache"
 VERSION = 3
@@ -81,56 +82,57 @@ class CacheFile:
 
 
 def write(path: str | Path, cache: RaggedCache, context: Context, manifest: Manifest, key: bytes | None = None) -> None:
-    """Writes all or nothing: on any failure, Ctrl-C included, the target is as before. With a key, the file is signed.
-
-    Without one, RESTOREKV_KEY is the key, if it is set.
-    """
-    payload = encoded(cache, context, manifest, key or read_key())
-    try:
-        with replacing(Path(path)) as temporary, open(temporary, "wb") as file:
-            file.write(payload)
-            file.flush()
-            os.fsync(file.fileno())
-    except RestoreKVError as error:
-        raise CacheFileError(str(error)) from None
-    except OSError as error:
-        why = f"Cannot write {path}: {error.strerror}"
-        raise CacheFileError(f"{why}; free some space or choose another place.") from error
-
-
-def encoded(cache: RaggedCache, context: Context, manifest: Manifest, key: bytes | None = None) -> bytes:
-    """Returns the bytes of the whole file."""
+    """Writes all or nothing, with a key a signed file; see seal.py."""
     described = json.dumps({**manifest.described(), "suffix_text": context.suffix_text})
-    return sealed(pack(cache, context), {"format": FORMAT, "version": str(VERSION), "manifest": described}, key)
+    metadata = {"format": FORMAT, "version": str(VERSION), "manifest": described}
+    with raised_as(CacheFileError):
+        seal.write(Path(path), pack(cache, context), metadata, key)
 
 
 def read(path: str | Path, key: bytes | None = None) -> CacheFile:
     """Reads what `write` wrote, once, and refuses anything else; with a key, also a file that it did not sign."""
-    what = str(path)
-    try:
-        raw = read_tensor_bytes(Path(path), what)
-        metadata, tensors = open_tensors(raw, what)
-        check_format(metadata, what)
-        check_seal(raw, metadata, what, key or read_key())
-        del raw
-        entries = parse_json(str(metadata.get("manifest")), what)
-        if not isinstance(entries, dict) or not isinstance(suffix_text := entries.pop("suffix_text", None), str):
-            raise RestoreKVError(f"{what} has a damaged manifest; compress the context again.")
-        manifest = known_manifest(from_file(entries), what)
-        check_manifest(manifest)
+    with refusing(path, "compress the context again"):
+        manifest, others, tensors = read_sealed(path, check_format, {"suffix_text": str}, key)
         check_tensors(tensors, manifest)
         ids, suffix = (tensors[name].long() for name in ("context_ids", "suffix_ids"))
-        stored = CacheFile(
-            Path(path), manifest, Context(ids, manifest.prefix, suffix, suffix_text, manifest.between), tensors
-        )
+        context = Context(ids, manifest.prefix, suffix, others["suffix_text"], manifest.between)
+        stored = CacheFile(Path(path), manifest, context, tensors)
         check_sums(manifest, stored.cache())
+    return stored
+
+
+@contextmanager
+def refusing(path: str | Path, fix: str) -> Iterator[None]:
+    """Raises whatever is wrong with a file as a CacheFileError; a contradiction's sentence ends in `fix`."""
+    try:
+        yield
     except ContradictionError as error:
-        raise CacheFileError(f"{what} {error}; compress the context again.") from None
+        raise CacheFileError(f"{path} {error}; {fix}.") from None
     except CacheFileError:
         raise
     except RestoreKVError as error:
         raise CacheFileError(str(error)) from None
-    return stored
+
+
+def read_sealed(
+    path: str | Path, check: Callable[[dict[str, str], str], None], others: Mapping[str, type], key: bytes | None
+) -> tuple[Manifest, dict[str, Any], dict[str, Tensor]]:
+    """Returns a checked manifest, the `others` that its JSON holds beside it, and the tensors, which are not checked.
+
+    `check` refuses files of another format by their metadata.
+    """
+    what = str(path)
+    raw = read_tensor_bytes(Path(path), what)
+    metadata, tensors = open_tensors(raw, what)
+    check(metadata, what)
+    seal.check_seal(raw, metadata, what, key)
+    entries = parse_json(str(metadata.get("manifest")), what)
+    require(isinstance(entries, dict), "has a damaged manifest")
+    beside = {name: entries.pop(name, None) for name in others}
+    require(all(type(beside[name]) is kind for name, kind in others.items()), "has a damaged manifest")
+    manifest = known_manifest(from_file(entries))
+    check_manifest(manifest)
+    return manifest, beside, tensors
 
 
 def check_format(metadata: dict[str, str], what: str) -> None:
@@ -144,12 +146,11 @@ def check_format(metadata: dict[str, str], what: str) -> None:
         )
 
 
-def known_manifest(entries: dict, what: str) -> Manifest:
+def known_manifest(entries: dict) -> Manifest:
     """Returns the manifest; files of earlier versions lack the fields that have defaults."""
     names = {field.name for field in fields(Manifest)}
     needed = {field.name for field in fields(Manifest) if field.default is MISSING}
-    if not needed <= set(entries) <= names:
-        raise CacheFileError(f"{what} lacks fields this version needs, or has others; compress the context again.")
+    require(needed <= set(entries) <= names, "lacks fields this version needs, or has others")
     return Manifest(**entries)
 
 

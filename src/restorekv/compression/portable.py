@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -21,17 +22,14 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv import seal
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression import generate
-from restorekv.compression.budget import from_file, to_file
-from restorekv.compression.context_checks import ContradictionError, check_manifest, check_tensor, require
-from restorekv.compression.context_file import Manifest, known_manifest
-from restorekv.errors import CacheFileError, RestoreKVError
-from restorekv.files import open_tensors, parse_json, read_tensor_bytes, replacing
-from restorekv.model.load import model_fingerprint
+from restorekv.compression.context_checks import check_model, check_tensor, require
+from restorekv.compression.context_file import Manifest, read_sealed, refusing
+from restorekv.errors import CacheFileError, RestoreKVError, raised_as
 from restorekv.model.prompt import Context, question_ids
 from restorekv.model.shape import decoder
-from restorekv.seal import check_seal, read_key, sealed
 
 FORMAT, VERSION = "restorekv-portable", "1"
 SHIFTABLE = ("default", "linear", "yarn", "llama3")  # kinds of RoPE whose frequencies do not change with the length
@@ -41,12 +39,11 @@ FIRST_ID = 64  # placeholders leave out the lowest ids, where control tokens oft
 
 @dataclass(frozen=True, repr=False)
 class Portable:
-    """keys and values (L, H, m, D) for positions 0 to m - 1; ids (m,) int64, the placeholders that stand for them."""
+    """keys and values (L, H, m, D) for positions 0 to m - 1."""
 
     keys: Tensor
     values: Tensor
-    ids: Tensor
-    context: Context  # what stands around a question; its ids are the placeholders
+    context: Context  # what stands around a question, without the text's ids
     manifest: Manifest  # of the compressed context
     vocabulary: int  # ids that the model embeds, from which the placeholders are drawn
 
@@ -58,10 +55,24 @@ class Portable:
         """m."""
         return self.keys.shape[2]
 
+    @cached_property
+    def digest(self) -> bytes:
+        """The SHA-256 of keys and values."""
+        sha256 = hashlib.sha256()
+        for x in (self.keys, self.values):
+            sha256.update(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        return sha256.digest()
+
     @property
     def name(self) -> str:
         """16 hex digits that stand for the contents."""
-        return digest_of(self.keys, self.values).hex()[:16]
+        return self.digest.hex()[:16]
+
+    @cached_property
+    def ids(self) -> Tensor:
+        """The placeholders (m,) int64: restorekv's mark, then what follows from the contents and from nothing else."""
+        contents = numbered(self.digest, max(self.tokens - MARK, 0), self.vocabulary)
+        return torch.tensor((mark(self.vocabulary) + contents)[: self.tokens])
 
     def cache(self) -> DynamicCache:
         """Returns a plain cache; `model.generate(**portable.inputs(...), past_key_values=portable.cache())` works."""
@@ -76,23 +87,20 @@ class Portable:
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     def ask(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, questions: list[str], max_new_tokens: int = 128
-    ) -> list:
+        self, model: PreTrainedModel, tokenizer: Tokenizer, questions: Sequence[str], max_new_tokens: int = 128
+    ) -> list[str]:
         """Returns the answers to questions, in batches, as `CompressedContext.ask` gives them."""
         cache = RaggedCache.whole(self.cache(), joined=False)
         return generate.ask(model, tokenizer, self.context, cache, questions, max_new_tokens)
 
     def save(self, path: str | Path, key: bytes | None = None) -> None:
         """Writes one safetensors file, or nothing."""
-        described = {**to_file(asdict(self.manifest)), "suffix_text": self.context.suffix_text}
-        described["vocabulary"] = self.vocabulary
+        beside = {"suffix_text": self.context.suffix_text, "vocabulary": self.vocabulary}
+        described = {**self.manifest.described(), **beside}
         metadata = {"format": FORMAT, "version": VERSION, "manifest": json.dumps(described)}
         tensors = {"keys": self.keys, "values": self.values, "ids": self.ids, "suffix_ids": self.context.suffix}
-        payload = sealed({name: x.cpu().contiguous() for name, x in tensors.items()}, metadata, key or read_key())
-        with replacing(Path(path)) as temporary, open(temporary, "wb") as file:
-            file.write(payload)
-            file.flush()
-            os.fsync(file.fileno())
+        with raised_as(CacheFileError):
+            seal.write(Path(path), {name: x.cpu().contiguous() for name, x in tensors.items()}, metadata, key)
 
 
 def portable(model: PreTrainedModel, context: Context, cache: RaggedCache, manifest: Manifest) -> Portable:
@@ -104,12 +112,7 @@ def portable(model: PreTrainedModel, context: Context, cache: RaggedCache, manif
         raise RestoreKVError("The cache is empty; compress the context at a higher ratio.")
     shifted = rotated(model, keys, columns - cache.get_seq_length())
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    ids = placeholders(shifted, values, vocabulary)
-    return Portable(shifted, values, ids, with_ids(context, ids), manifest, vocabulary)
-
-
-def with_ids(context: Context, ids: Tensor) -> Context:
-    return Context(ids[None], 0, context.suffix, context.suffix_text, context.between)
+    return Portable(shifted, values, replace(context, ids=context.ids[:, :0], prefix=0), manifest, vocabulary)
 
 
 def rotated(model: PreTrainedModel, keys: Tensor, positions: int) -> Tensor:
@@ -143,21 +146,6 @@ def check_layout(model: PreTrainedModel, rotary: torch.nn.Module) -> None:
         raise RestoreKVError(f"{type(model).__name__} rotates keys in a way of its own, so they cannot be moved.")
 
 
-def digest_of(keys: Tensor, values: Tensor) -> bytes:
-    """Returns the SHA-256 of keys and values."""
-    sha256 = hashlib.sha256()
-    for x in (keys, values):
-        sha256.update(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return sha256.digest()
-
-
-def placeholders(keys: Tensor, values: Tensor, vocabulary: int) -> Tensor:
-    """Returns m ids (m,) int64: the mark of restorekv, then what follows from the contents and from nothing else."""
-    count = keys.shape[2]
-    contents = numbered(digest_of(keys, values), max(count - MARK, 0), vocabulary)
-    return torch.tensor((mark(vocabulary) + contents)[:count])
-
-
 def mark(vocabulary: int) -> list[int]:
     """Returns the MARK ids with which the placeholders of every document begin."""
     return numbered(FORMAT.encode(), MARK, vocabulary)
@@ -172,47 +160,35 @@ def numbered(seed: bytes, count: int, vocabulary: int) -> list[int]:
 
 def load_portable(path: str | Path, model: PreTrainedModel | None = None, key: bytes | None = None) -> Portable:
     """Reads what `Portable.save` wrote and refuses anything else, and a model that it was not made with."""
-    what = str(path)
-    try:
-        raw = read_tensor_bytes(Path(path), what)
-        metadata, tensors = open_tensors(raw, what)
-        if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
-            raise CacheFileError(f"{what} is no portable cache of version {VERSION}; make it with restorekv export.")
-        check_seal(raw, metadata, what, key or read_key())
-        entries = parse_json(str(metadata.get("manifest")), what)
-        if not isinstance(entries, dict) or not isinstance(suffix_text := entries.pop("suffix_text", None), str):
-            raise CacheFileError(f"{what} has a damaged manifest; export it again.")
-        vocabulary = entries.pop("vocabulary", None)
-        manifest = known_manifest(from_file(entries), what)
-        check_manifest(manifest)
-        check_contents(tensors, manifest, vocabulary)
-    except ContradictionError as error:
-        raise CacheFileError(f"{what} {error}; export it again.") from None
-    except CacheFileError:
-        raise
-    except RestoreKVError as error:
-        raise CacheFileError(str(error)) from None
-    context = Context(tensors["ids"][None], 0, tensors["suffix_ids"], suffix_text, manifest.between)
-    if model is not None and manifest.fingerprint != model_fingerprint(model):
-        raise CacheFileError(f"{what} was made with another model ({manifest.model}); load that one.")
-    if model is not None and manifest.dtype != str(model.dtype).removeprefix("torch."):
-        raise CacheFileError(f"{what} holds {manifest.dtype}; load the model with dtype={manifest.dtype!r}.")
-    return Portable(tensors["keys"], tensors["values"], tensors["ids"], context, manifest, vocabulary)
+    with refusing(path, "export it again"):
+        manifest, others, tensors = read_sealed(path, check_format, {"suffix_text": str, "vocabulary": int}, key)
+        check_contents(tensors, manifest, others["vocabulary"])
+        none = torch.zeros(1, 0, dtype=torch.long)
+        context = Context(none, 0, tensors["suffix_ids"], others["suffix_text"], manifest.between)
+        stored = Portable(tensors["keys"], tensors["values"], context, manifest, others["vocabulary"])
+        require(tensors["ids"].equal(stored.ids), "has placeholder ids that do not follow from its contents")
+    if model is not None:
+        check_model(path, manifest, model)
+    return stored
 
 
-def check_contents(tensors: dict[str, Tensor], manifest: Manifest, vocabulary: object) -> None:
+def check_format(metadata: dict[str, str], what: str) -> None:
+    """Refuses files of other kinds and versions."""
+    if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
+        raise CacheFileError(f"{what} is no portable cache of version {VERSION}; make it with restorekv export.")
+
+
+def check_contents(tensors: dict[str, Tensor], manifest: Manifest, vocabulary: int) -> None:
     """Checks the tensors of a file against each other and against the manifest."""
     shape, dtype = manifest.shape, getattr(torch, manifest.dtype)
     require(set(tensors) == {"keys", "values", "ids", "suffix_ids"}, "has other tensors than a portable cache")
-    require(type(vocabulary) is int and 2 * MARK < vocabulary < 2**31, "records a vocabulary that no model has")
+    require(2 * MARK < vocabulary < 2**31, "records a vocabulary that no model has")
     check_tensor(tensors, "ids", torch.int64, (None,))
     columns = len(tensors["ids"])
     for name in ("keys", "values"):
         check_tensor(tensors, name, dtype, (shape["layers"], shape["heads"], columns, shape["head_dim"]))
     pairs = shape["layers"] * shape["heads"] * columns
     require(columns > 0 and manifest.pairs_held == pairs, f"records {manifest.pairs_held} pairs and has {pairs}")
-    own = placeholders(tensors["keys"], tensors["values"], vocabulary)
-    require(tensors["ids"].equal(own), "has placeholder ids that do not follow from its contents")
     check_tensor(tensors, "suffix_ids", torch.int64, (1, None))
     known = (tensors["suffix_ids"] >= 0) & (tensors["suffix_ids"] < vocabulary)
     require(bool(known.all()), "has token ids that its vocabulary lacks")
