@@ -13,7 +13,7 @@ from restorekv.model.load import rope_fingerprint
 from restorekv.model.shape import CacheShape
 from restorekv.seal import sealed
 from restorekv.vllm import prompt, transfer_config
-from restorekv.vllm.store import Expected, Store
+from restorekv.vllm.store import Expected, Store, heads_of
 from tests.helpers.models import VOCABULARY, build_model
 
 TEXTS = [f"The code of the {color} house is seven; nobody lives there. " * 3 for color in ("red", "blue")]
@@ -95,7 +95,7 @@ def test_files_may_come_go_and_change(place):
     ("facts", "what"),
     [({"dtype": "bfloat16"}, "dtype float32"), ({"heads": 7}, "heads"), ({"layers": 1}, "layers"),
      ({"rope": {"rope_type": "yarn"}}, "rope"), ({"fingerprint": "0"}, "other weights"),
-     ({"vocabulary": 9}, "token ids")],
+     ({"vocabulary": 9}, "token ids"), ({"vocabulary": VOCABULARY + 1}, "token ids")],
 )  # fmt: skip
 def test_documents_of_another_model_are_refused(tiny_model, place, facts, what):
     folder, documents, _, _ = place
@@ -111,6 +111,17 @@ def test_a_file_cannot_claim_the_placeholders_of_another(tiny_tokenizer, place):
     with pytest.raises(CacheFileError, match="do not follow from its contents"):
         load_portable(folder / "forged.safetensors")
     assert store.find(prompt(documents[0], QUESTION, tiny_tokenizer)).path.stem == "red"
+
+
+@pytest.mark.parametrize(
+    ("heads", "ranks", "held"),
+    [(4, 1, [[0, 1, 2, 3]]), (4, 2, [[0, 1], [2, 3]]), (2, 4, [[0], [0], [1], [1]]), (3, 3, [[0], [1], [2]]),
+     (1, 2, [[0], [0]])],
+)  # fmt: skip
+def test_tensor_parallel_ranks_take_their_heads(heads, ranks, held):
+    """As vLLM spreads them: in blocks, and with more ranks than heads each head to neighboring ranks."""
+    own = max(heads // ranks, 1)
+    assert [list(range(heads))[heads_of(rank, ranks, heads, own)] for rank in range(ranks)] == held
 
 
 def test_memory_is_bounded(place):

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
 from restorekv.errors import RestoreKVError
 from restorekv.model.load import rope_fingerprint
-from restorekv.vllm.store import LEAST, Document, Expected, Store
+from restorekv.vllm.store import LEAST, Document, Expected, Store, heads_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -151,13 +151,11 @@ def write(load: Load, keys: torch.Tensor, values: torch.Tensor, layers: dict[int
     """Writes keys and values (L, H, m, D) of the load's positions; a rank takes the heads that its layers have."""
     if not set(layers) <= set(range(len(keys))) or len(layers) == 0:
         raise RestoreKVError("The engine's layers are not those of the document.")
+    rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     positions = torch.arange(load.first, load.end)
     slots = torch.tensor(load.blocks)[positions // block_size] * block_size + positions % block_size
     for number, layer in layers.items():
         cache = layer.kv_cache[0] if isinstance(layer.kv_cache, list) else layer.kv_cache
-        own = layer.num_kv_heads
-        # With more ranks than heads, several ranks hold the same head.
-        first = get_tensor_model_parallel_rank() * own % keys.shape[1] if own < keys.shape[1] else 0
-        heads = slice(first, first + own)
+        heads = heads_of(rank, ranks, keys.shape[1], layer.num_kv_heads)
         pair = (x[number, heads, load.first : load.end].transpose(0, 1).contiguous() for x in (keys, values))
         layer.impl.do_kv_cache_update(layer, *(x.to(cache.device) for x in pair), cache, slots.to(cache.device))

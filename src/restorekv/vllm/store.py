@@ -37,7 +37,7 @@ class Expected:
             needed = getattr(self, name)
             if value != needed:
                 raise CacheFileError(f"{path} was made for {name} {value}, the engine's model has {needed}.")
-        if portable.vocabulary > self.vocabulary:
+        if portable.vocabulary != self.vocabulary:  # the placeholders are drawn from it
             raise CacheFileError(f"{path} was made for {portable.vocabulary} token ids, not {self.vocabulary}.")
         if self.fingerprint not in (None, m.fingerprint):
             raise CacheFileError(f"{path} was made with other weights ({m.fingerprint}, {m.model}).")
@@ -121,6 +121,12 @@ class Store:
             while len(self.loaded) > 1 and sum(map(size, self.loaded.values())) > self.limit:
                 self.loaded.popitem(last=False)
             return portable.keys, portable.values
+
+
+def heads_of(rank: int, ranks: int, heads: int, own: int) -> slice:
+    """Returns the `own` KV heads that a tensor parallel rank holds; of more ranks than heads, neighbors share one."""
+    first = rank * heads // ranks
+    return slice(first, first + own)
 
 
 def size(portable: Portable) -> int:
