@@ -7,16 +7,15 @@ With --key, files are signed, and plausible lies must be refused too.
 
 import argparse
 import json
-import multiprocessing
 import os
 import random
-import resource
 import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
 
 from tests.hostile.damage import CONTRADICTING, NEUTRAL, PLAUSIBLE, RAW, File
+from tests.hostile.judge import Judge, bound_memory
 
 GROUPS = {"raw": RAW, "contradicting": CONTRADICTING, "plausible": PLAUSIBLE, "neutral": NEUTRAL}
 KEY = b"the campaign's own key"
@@ -26,7 +25,7 @@ ALLOWED = {
 }  # fmt: skip
 ALLOWED_WITH_KEY = {group: {"refused", "equal"} for group in GROUPS}
 TEXT = "The red house belongs to Ada. The code of the blue house is 482. " * 12
-SECONDS, SPARE = 60, 2 << 30  # for a case; bytes of address space beyond what is in use
+SPARE = 2 << 30  # bytes of address space beyond what is in use
 
 
 def case(seed: int, number: int, good: list[bytes]) -> tuple[str, str, bytes]:
@@ -64,8 +63,7 @@ def serve(connection, key: bytes | None) -> None:
     torch.set_num_threads(1)
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     model, tokenizer = load_model("tiny")
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + SPARE, used + SPARE))
+    bound_memory(SPARE)
     while message := connection.recv():
         path, good = message
         try:
@@ -98,39 +96,9 @@ def contents(loaded) -> str:
     return digest.hexdigest()
 
 
-class Judge:
-    """The process that reads harmed files; it is started again when a file has killed it."""
-
-    def __init__(self, key: bytes | None) -> None:
-        self.process, self.key = None, key
-
-    def __call__(self, path: str, good: list[str]) -> str:
-        if self.process is None:
-            context = multiprocessing.get_context("spawn")
-            self.ours, theirs = context.Pipe()
-            self.process = context.Process(target=serve, args=(theirs, self.key), daemon=True)
-            self.process.start()
-        try:
-            self.ours.send((path, good))
-            if not self.ours.poll(SECONDS):
-                self.end()
-                return "hang"
-            return self.ours.recv()
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            self.process.join()
-            code, self.process = self.process.exitcode, None
-            return f"died: exit code {code}"
-
-    def end(self) -> None:
-        if self.process:
-            self.process.kill()
-            self.process.join()
-            self.process = None
-
-
 def run(count: int, seed: int, only: int | None = None, key: bytes | None = None) -> tuple[Counter, list[str]]:
     """Counts by group and verdict, and the failures."""
-    counts, failures, judge = Counter(), [], Judge(key)
+    counts, failures, judge = Counter(), [], Judge("spawn", serve, key)
     allowed = ALLOWED_WITH_KEY if key else ALLOWED
     with tempfile.TemporaryDirectory(prefix="restorekv-hostile-") as name:
         folder = Path(name)

@@ -8,10 +8,8 @@ wrong contents that were accepted, is a failure and is printed with its number.
 import argparse
 import gc
 import json
-import multiprocessing
 import os
 import random
-import resource
 import shutil
 import struct
 import sys
@@ -28,10 +26,11 @@ import torch
 
 from restorekv import RestoreKVError
 from tests.hostile.damage import DTYPES, ODD
+from tests.hostile.judge import Judge, bound_memory
 from tests.hostile.kinds import KINDS, Kind, some_file
 
 GROUPS = {"raw": 3, "contradicting": 5, "plausible": 1, "neutral": 1}  # and their shares
-SECONDS, SPARE = 60, 1 << 30  # for a case; bytes of address space beyond what is in use
+SPARE = 1 << 30  # bytes of address space beyond what is in use
 BAD_JSON = ("", "[]", "null", "7", '"x"', "{", "[" * 100_000, '{"a":' * 5000 + "1" + "}" * 5000, "NaN", '{"a": 1e999}')
 FREE = {  # what only informs people, or chooses layers, which are those that have tensors
     "settings", "data", "results", "figures", "weights", "versions", "threads", "from", "dropped", "refused",
@@ -302,43 +301,11 @@ def serve(connection, good: dict[str, str]) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     gc.freeze()  # so that collecting after every case is quick
-    resource.setrlimit(resource.RLIMIT_AS, (used + SPARE, used + SPARE))
+    bound_memory(SPARE)
     while message := connection.recv():
         name, folder = message
         connection.send(judge(KINDS[name], folder, good[name]))
-
-
-class Judge:
-    """The process that reads harmed files; it is forked again when a file has killed it."""
-
-    def __init__(self, good: dict[str, str]) -> None:
-        self.good, self.process = good, None
-
-    def __call__(self, name: str, folder: Path) -> str:
-        if self.process is None:
-            context = multiprocessing.get_context("fork")
-            self.ours, theirs = context.Pipe()
-            self.process = context.Process(target=serve, args=(theirs, self.good), daemon=True)
-            self.process.start()
-            theirs.close()
-        try:
-            self.ours.send((name, folder))
-            if not self.ours.poll(SECONDS):
-                self.end()
-                return "hang"
-            return self.ours.recv()
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            self.process.join()
-            code, self.process = self.process.exitcode, None
-            return f"died: exit code {code}"
-
-    def end(self) -> None:
-        if self.process:
-            self.process.kill()
-            self.process.join()
-            self.process = None
 
 
 def run(count: int, seed: int, only: int | None = None) -> tuple[Counter, list[str]]:
@@ -350,7 +317,7 @@ def run(count: int, seed: int, only: int | None = None) -> tuple[Counter, list[s
             (place / kind).mkdir()
             each.make(place / kind)
         good = {kind: each.read(place / kind) for kind, each in KINDS.items()}
-        reader = Judge(good)
+        reader = Judge("fork", serve, good)
         for number in range(count) if only is None else (only,):
             rng = random.Random(f"{seed}/{number}")
             kind = rng.choice(sorted(KINDS))
