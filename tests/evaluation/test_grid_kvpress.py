@@ -101,9 +101,13 @@ def test_what_kvpress_itself_wrote_stays(tmp_path):
     assert (own / "config.yaml").read_text() == "dataset: ruler\n"
 
 
-def test_a_folder_with_what_a_killed_process_left_is_free(tmp_path):
-    own = tmp_path / "kvpress" / "ruler__4096__Qwen--Qwen3-8B__kvzip__0.95__fraction0.001"
+@pytest.mark.parametrize("place", ["", "1"])
+def test_a_folder_with_what_a_killed_process_left_is_free(tmp_path, place):
+    first = tmp_path / "kvpress" / "ruler__4096__Qwen--Qwen3-8B__kvzip__0.95__fraction0.001"
+    own = first / place
     own.mkdir(parents=True)
+    if place:
+        (first / "config.yaml").write_text("dataset: ruler\n")  # as kvpress itself wrote it
     (own / f".restorekv.json.{HOST}-{2**22 + 1}-0.tmp").write_text("half")  # no process has that number
     finished(tmp_path, cell(), ASKED, **OFFICIAL)
     assert export(tmp_path) == [own]

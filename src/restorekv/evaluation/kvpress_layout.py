@@ -172,9 +172,13 @@ def folder_name(config: Mapping) -> str:
 
 def free_folder(path: Path, cell: Cell) -> Path:
     """Returns the first of `path`, `path`/1, `path`/2 ... that holds the cell or nothing."""
+
+    def taken(folder: Path) -> bool:
+        sweep(folder / OURS)  # what a killed process left there is nothing
+        return folder.exists() and read_own(folder).get("cell") != cell.to_dict() and any(folder.iterdir())
+
     free, number = path, 0
-    sweep(path / OURS)  # what a killed process left there is nothing
-    while free.exists() and read_own(free).get("cell") != cell.to_dict() and any(free.iterdir()):
+    while taken(free):
         number += 1
         free = path / str(number)
     return free

@@ -222,9 +222,9 @@ def read_card(folder: Path, raw: dict[str, bytes]) -> Card | None:
         return None
     entries = files.read_json(path, str(path))
     try:
-        if entries.get(SUM, card_sum(entries)) != card_sum(entries):
-            raise ValueError("the checksum does not match")
         signature, sealed = entries.get(SIGNATURE), card_sum(entries)
+        if entries.get(SUM, sealed) != sealed:
+            raise ValueError("the checksum does not match")
         entries = with_license_key(entries)
         version, sums = entries["version"], entries["sha256"]
         if version != VERSION:
