@@ -20,9 +20,10 @@ from torch import Tensor
 
 from restorekv.errors import RestoreKVError
 
-STORAGES = ("model", "int8", "fp8")  # "model" is the model's own dtype
 GROUP = 128  # rows of a head that share the scales of their keys
 FP8 = torch.float8_e4m3fn
+KINDS = {"int8": torch.int8, "fp8": FP8}
+STORAGES = ("model", *KINDS)  # "model" is the model's own dtype
 LARGEST = {torch.int8: 127.0, FP8: float(torch.finfo(FP8).max)}
 Bounds = Sequence[int]
 
@@ -81,18 +82,28 @@ def check(storage: str) -> None:
 
 def pack(keys: Tensor, values: Tensor, bounds: Bounds, storage: str) -> tuple[Packed, Packed]:
     """Encodes keys and values (N, D) of one layer; head h has the rows bounds[h]:bounds[h + 1]."""
-    if storage == "int8":
-        return encoded(keys, bounds, GROUP, torch.int8, True), encoded(values, bounds, 1, torch.int8, False)
-    return tuple(encoded(x, bounds, max(bounds[-1], 1), FP8, False) for x in (keys, values))
+    parts = zip((keys, values), group_sizes(bounds, storage), (storage == "int8", False), strict=True)
+    return tuple(encoded(x, bounds, size, KINDS[storage], channels) for x, size, channels in parts)
 
 
 def unpack(
     codes: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor], bounds: Bounds, storage: str, dtype: torch.dtype
 ) -> tuple[Packed, Packed]:
     """Returns keys and values from the codes and scales that a file holds."""
-    sizes = (GROUP, 1) if storage == "int8" else (max(bounds[-1], 1),) * 2
-    starts = (starts_of(bounds, size, codes[0].device) for size in sizes)
+    starts = (starts_of(bounds, size, codes[0].device) for size in group_sizes(bounds, storage))
     return tuple(Packed(*each, dtype) for each in zip(codes, scales, starts, strict=True))
+
+
+def group_sizes(bounds: Bounds, storage: str) -> tuple[int, int]:
+    """Returns how many rows of a head share a scale at most, for keys and for values."""
+    return (GROUP, 1) if storage == "int8" else (max(bounds[-1], 1),) * 2
+
+
+def scale_shapes(bounds: Bounds, storage: str, dim: int) -> tuple[tuple[int, int], ...]:
+    """Returns the shapes of the scales of keys and of values that a file holds for heads of D = `dim`."""
+    starts = (starts_of(bounds, size, torch.device("cpu")) for size in group_sizes(bounds, storage))
+    counts = (bounds[-1] if each is None else len(each) for each in starts)
+    return tuple(zip(counts, (dim if storage == "int8" else 1, 1), strict=True))
 
 
 def starts_of(bounds: Bounds, size: int, device: torch.device) -> Tensor | None:

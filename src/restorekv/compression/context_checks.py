@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from restorekv.cache.quantized import FP8, GROUP, STORAGES
+from restorekv.cache.quantized import KINDS, STORAGES, scale_shapes
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.budget import ON_SMALL_BUDGET, PREFIX_POLICIES, exact_ratio
 from restorekv.compression.prepared import RESTORE_FROM
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 LARGEST = 2**31 - 1  # of positions and rows, which files hold as int32
 BLOCK = 1 << 22  # numbers looked at together
-CODES = {"int8": torch.int8, "fp8": FP8}
 SHAPE = {field.name for field in fields(CacheShape)}
 COUNTS = ("prefix", "restore_tokens", "offset", "pairs", "pairs_of_prefix", "pairs_held", "bytes_full", "bytes_held")
 CHOICES = {
@@ -116,13 +115,11 @@ def check_layer(
     rows, dim, storage = offsets[-1], manifest.shape["head_dim"], manifest.storage
     names = {f"{layer}.positions", *(f"{layer}.{part}" for part in PARTS)}
     for part in PARTS:
-        check_tensor(tensors, f"{layer}.{part}", CODES.get(storage) or getattr(torch, manifest.dtype), (rows, dim))
+        check_tensor(tensors, f"{layer}.{part}", KINDS.get(storage) or getattr(torch, manifest.dtype), (rows, dim))
     check_tensor(tensors, f"{layer}.positions", torch.int32, (rows,))
     check_positions(tensors[f"{layer}.positions"], offsets, columns)
     if storage != "model":
-        kept = [length for length in lengths if length]
-        groups = (sum(-(-length // GROUP) for length in kept), dim), (rows, 1)
-        for part, shape in zip(PARTS, groups if storage == "int8" else [(len(kept), 1)] * 2, strict=True):
+        for part, shape in zip(PARTS, scale_shapes(offsets, storage, dim), strict=True):
             check_tensor(tensors, f"{layer}.{part}.scales", torch.float32, shape)
             names.add(f"{layer}.{part}.scales")
     if f"{layer}.bias" in tensors:
