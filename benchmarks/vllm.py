@@ -49,7 +49,8 @@ def run(options: Options, tell: Callable[[str], None]) -> dict:
         model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
         sides = {"whole": ([], None, options.tokens)}
-        for text in texts(tokenizer, options):
+        documents = texts(tokenizer, options)
+        for text in documents:
             context = make_context(tokenizer, text)
             ids = context.ids[0].tolist()
             sides["whole"][0].append([ids + question_ids(tokenizer, context, each)[0].tolist() for each in QUESTIONS])
@@ -57,7 +58,7 @@ def run(options: Options, tell: Callable[[str], None]) -> dict:
             store = folder / f"store-{ratio}"
             store.mkdir()
             prompts, columns = [], 0
-            for number, text in enumerate(texts(tokenizer, options)):
+            for number, text in enumerate(documents):
                 tell(f"compressing document {number + 1} of {options.documents} at r = {ratio}")
                 small = compress(
                     model, tokenizer, text, evictor="snapkv", adapter=None, ratio=ratio, allocation="per-head"

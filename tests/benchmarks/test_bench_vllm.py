@@ -1,0 +1,32 @@
+"""The benchmark of documents in vLLM: its stored result is what the page says."""
+
+import json
+import re
+from statistics import median
+
+from benchmarks.vllm import tables
+from tests.helpers.pages import ROOT
+
+RESULT = json.loads((ROOT / "docs" / "results" / "vllm.json").read_text())
+
+
+def test_the_page_shows_the_stored_result():
+    page = (ROOT / "docs" / "vllm.md").read_text()
+    assert RESULT["command"] in page
+    for side, row in RESULT["rows"].items():
+        line = re.search(rf"^\| {re.escape(side)} \|.*$", page, re.MULTILINE)[0]
+        shown = [float(number) for number in re.findall(r"(?<![\w.])[\d,.]+", line.partition(side)[2].replace(",", ""))]
+        rates = row["throughput"]
+        figures = [
+            row["positions"], RESULT["options"]["fitting"] * RESULT["options"]["tokens"] // row["positions"],
+            median(row["cold"]), median(row["warm"]), rates["do not fit, 8 together"],
+            rates["do not fit, 32 together"], rates["fit, 32 together"],
+        ]  # fmt: skip
+        assert len(shown) == len(figures)
+        assert all(abs(a - b) <= max(0.01, 0.02 * b) for a, b in zip(shown, figures, strict=True)), (shown, figures)
+
+
+def test_its_table_names_every_side():
+    table, machine = tables(RESULT)
+    assert [row.cells[0] if hasattr(row, "cells") else row[0] for row in table.rows] == list(RESULT["rows"])
+    assert "smollm2" in machine
