@@ -19,7 +19,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_
 
 from restorekv.errors import RestoreKVError
 from restorekv.model.load import rope_fingerprint
-from restorekv.vllm.store import LEAST, Document, Expected, Store, heads_of
+from restorekv.vllm.store import MEMORY, Document, Expected, Store, heads_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,7 +35,7 @@ LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Load:
-    """Positions first to end - 1 of a document (None: what `problem` says) go to a request's blocks."""
+    """The positions `first` to `end` - 1 of a document go to a request's blocks; without one, `problem` says why."""
 
     request: str
     document: Document | None
@@ -47,6 +47,8 @@ class Load:
 
 @dataclass
 class Loads(KVConnectorMetadata):
+    """What the worker loads before its next step."""
+
     loads: list[Load] = field(default_factory=list)
 
 
@@ -60,7 +62,7 @@ class RestoreKVConnector(KVConnectorBase_V1):
         if "store" not in options:
             raise RestoreKVError("kv_connector_extra_config lacks `store`, the folder of portable documents.")
         expected = expected_of(vllm_config, options.get("fingerprint"))
-        self.store = Store(options["store"], expected, int(options.get("memory", LEAST)))
+        self.store = Store(options["store"], expected, int(options.get("memory", MEMORY)))
         self.block_size = vllm_config.cache_config.block_size
         self.found: dict[str, tuple[Document | None, str]] = {}  # by request
         self.pending: dict[str, Load] = {}

@@ -14,12 +14,12 @@ from torch import Tensor
 from restorekv.compression.portable import MARK, Portable, load_portable, mark
 from restorekv.errors import CacheFileError, RestoreKVError
 
-LEAST = 1 << 30  # bytes of keys and values that stay in memory, unless told otherwise
+MEMORY = 1 << 30  # bytes of keys and values that a process keeps unless its options say otherwise
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What the engine's model needs of a document; `fingerprint` is None where nobody told it."""
+    """What a document must be made for to fit the engine's model; a `fingerprint` of None fits any weights."""
 
     layers: int
     heads: int
@@ -55,7 +55,7 @@ class Document:
 class Store:
     """Portable files of a folder. A new file is found when a prompt first asks it; damaged ones are never served."""
 
-    def __init__(self, folder: str | Path, expected: Expected, limit: int = LEAST) -> None:
+    def __init__(self, folder: str | Path, expected: Expected, limit: int = MEMORY) -> None:
         self.folder, self.expected, self.limit = Path(folder), expected, limit
         if not self.folder.is_dir():
             raise RestoreKVError(f"The store {folder} is no folder; make it and put files of restorekv export there.")
