@@ -40,7 +40,7 @@ from benchmarks.workload import SHAPE, describe_machine, save_model, save_tokeni
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.compression import allocate
 from restorekv.compression.budget import exact_ratio
-from restorekv.compression.generate import next_ids
+from restorekv.compression.generate import next_logits
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.measure import resident
 from restorekv.model import attention
@@ -209,7 +209,7 @@ def attention_seconds(model: PreTrainedModel, caches: Mapping[str, Cache], repea
 def step(model: PreTrainedModel, cache: Cache, tokens: int) -> Step:
     """A token's pass, after which the cache holds one more; the position stays, as only time matters."""
     ids, position = torch.tensor([[0]]), torch.tensor([[tokens]])
-    return lambda: next_ids(model, ids, None, position, cache)
+    return lambda: next_logits(model, ids, None, position, cache).max(-1).indices
 
 
 def in_turn(sides: Mapping[str, Step], repeat: int) -> dict[str, float]:

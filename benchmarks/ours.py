@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from benchmarks.timing import TokenTimer, timed
 from restorekv import __version__
 from restorekv.cache.ragged import RaggedCache
+from restorekv.compression import generate
 from restorekv.compression.compressor import compress
 from restorekv.compression.context import CompressedContext
-from restorekv.compression.generate import greedy
 from restorekv.evaluation.measure import Peak, serve
 from restorekv.model.load import load_model
 from restorekv.model.prefill import prefill
@@ -63,8 +63,9 @@ def whole(model: PreTrainedModel, tokenizer: Tokenizer, context: Context) -> Rag
 
 def decode(model: PreTrainedModel, cache: RaggedCache, job: dict) -> dict[str, float]:
     """A question and a fixed number of tokens, whatever they are."""
-    clock = TokenTimer()
-    greedy(model, [cache], [torch.tensor(job["question_ids"])], [job["decode"]], set(), clock)
+    prompts, clock = [torch.tensor(job["question_ids"])], TokenTimer()
+    for _ in generate.decode(model, cache.fork(), generate.padded(model, [cache], prompts), [job["decode"]], set()):
+        clock()
     return clock.figures()
 
 
@@ -73,7 +74,7 @@ def answer(model: PreTrainedModel, cache: RaggedCache, job: dict) -> dict[str, f
     prompts, seconds = [torch.tensor(ids) for ids in job["questions"]], {}
     for name, count in (("warm-up", 2), ("seconds", job["answer"])):
         with timed(seconds, name):
-            greedy(model, [cache] * len(prompts), prompts, [count] * len(prompts), set())
+            generate.greedy(model, [cache] * len(prompts), prompts, [count] * len(prompts), set())
     return seconds
 
 

@@ -90,7 +90,7 @@ def compressions(folder: Path) -> None:
         problem = run("compress", TEXT, "--model", "tiny", "--output", out, *flags)
         show(f"compress {name}", digest(out) if out.exists() else problem)
         for question in QUESTIONS if out.exists() else ():
-            told = run("ask", out, question)
+            told = run("ask", out, question).strip()  # answers began with a space once
             show(f"  ask {question}", hashlib.sha256(told.encode()).hexdigest()[:16])
 
 

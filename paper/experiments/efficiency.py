@@ -7,7 +7,7 @@ from pathlib import Path
 from paper.scores import FAILS, HOLDS, MISSING, Judged
 from paper.setting import Setting
 from paper.study import Study, Tell, read
-from restorekv.compression.compressor import shipped_adapter
+from restorekv.compression.eviction import shipped_adapter
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.evaluation import protocols
 from restorekv.evaluation.analysis import cost

@@ -12,7 +12,7 @@ from paper.scores import MISSING, Judged, verdict
 from paper.setting import Setting
 from paper.study import Study, Tell, read
 from restorekv import tasks
-from restorekv.compression.compressor import load_adapter, make_compressor
+from restorekv.compression.eviction import load_adapter, make_compressor
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.evaluation import protocols
 from restorekv.evaluation.analysis.attention_mass import profile_divergence

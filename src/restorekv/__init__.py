@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from restorekv.compression.answers import Answer
     from restorekv.compression.budget import Budget
-    from restorekv.compression.compressor import Eviction, compress
-    from restorekv.compression.context import CompressedContext, ask_many
+    from restorekv.compression.chat import Chat
+    from restorekv.compression.compressor import compress
+    from restorekv.compression.context import CompressedContext, ask_many, compose
+    from restorekv.compression.eviction import Eviction
     from restorekv.compression.portable import Portable, load_portable
     from restorekv.compression.prepared import CompressionConfig, PreparedContext
     from restorekv.errors import RestoreKVError, RestoreKVWarning
@@ -19,15 +22,16 @@ if TYPE_CHECKING:
     from restorekv.restore.adapter import RestoreAdapter
 
 __all__ = [
-    "Budget", "CompressedContext", "CompressionConfig", "Eviction", "Portable", "PreparedContext",
-    "RestoreAdapter", "RestoreKVError", "RestoreKVWarning", "ask_many", "compress", "load_model", "load_portable",
+    "Answer", "Budget", "Chat", "CompressedContext", "CompressionConfig", "Eviction", "Portable", "PreparedContext",
+    "RestoreAdapter", "RestoreKVError", "RestoreKVWarning", "ask_many", "compose", "compress",
+    "load_model", "load_portable",
 ]  # fmt: skip
 HOMES = {
-    "Budget": "compression.budget", "CompressedContext": "compression.context",
-    "CompressionConfig": "compression.prepared", "Eviction": "compression.compressor",
-    "Portable": "compression.portable", "PreparedContext": "compression.prepared", "RestoreAdapter": "restore.adapter",
-    "RestoreKVError": "errors",
-    "RestoreKVWarning": "errors", "ask_many": "compression.context", "compress": "compression.compressor",
+    "Answer": "compression.answers", "Budget": "compression.budget", "Chat": "compression.chat",
+    "CompressedContext": "compression.context", "CompressionConfig": "compression.prepared",
+    "Eviction": "compression.eviction", "Portable": "compression.portable", "PreparedContext": "compression.prepared",
+    "RestoreAdapter": "restore.adapter", "RestoreKVError": "errors", "RestoreKVWarning": "errors",
+    "ask_many": "compression.context", "compose": "compression.context", "compress": "compression.compressor",
     "load_model": "model.load", "load_portable": "compression.portable",
 }  # fmt: skip
 

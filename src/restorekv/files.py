@@ -25,6 +25,7 @@ from restorekv.errors import RestoreKVError, first_sentence
 HOST = re.sub(r"[^0-9A-Za-z]", "", platform.node()) or "here"  # several machines may write to one disk
 NUMBERS = itertools.count()  # several threads may write to one path
 JSON_LIMIT, HEADER_LIMIT, DEPTH = 64 << 20, 16 << 20, 40  # bytes, bytes, levels
+TEXT_LIMIT = 1 << 30  # bytes; a model reads less
 FIX = "fetch or make it again"
 
 

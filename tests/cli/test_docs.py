@@ -90,7 +90,7 @@ def test_the_commands_of_a_page_run_as_printed(page, elsewhere):
     run_all([command for command in commands(page) if command.runs])
 
 
-@pytest.mark.parametrize("page", [QUICK, ROOT / "docs" / "python.md", ROOT / "docs" / "adapters.md"], ids=name)
+@pytest.mark.parametrize("page", [QUICK, *(ROOT / "docs" / name for name in ("python.md", "conversations.md", "adapters.md"))], ids=name)
 def test_the_python_of_a_page_runs(page, elsewhere, capsys):
     source = "\n".join(text for _, text in blocks(page, "python"))
     compile(source, page.name, "exec")

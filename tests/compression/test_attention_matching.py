@@ -17,8 +17,9 @@ from restorekv.compression.attention_matching import method as attention_matchin
 from restorekv.compression.attention_matching.head_shares import HeadShares, share_out
 from restorekv.compression.attention_matching.matching import box_least_squares, fit, least_squares, observe
 from restorekv.compression.attention_matching.method import AttentionMatching, subset
-from restorekv.compression.compressor import Eviction, compress, make_compressor
+from restorekv.compression.compressor import compress
 from restorekv.compression.context import CompressedContext
+from restorekv.compression.eviction import Eviction, make_compressor
 from restorekv.compression.prepared import ScoredContext
 from restorekv.errors import RestoreKVError
 from restorekv.model.attention import BACKENDS

@@ -9,11 +9,12 @@ from fractions import Fraction
 import pytest
 import torch
 
+from restorekv.compression.answers import ask
 from restorekv.compression.budget import Budget
-from restorekv.compression.compressor import PRESETS, Eviction, chosen_evictor, compress, make_compressor
+from restorekv.compression.compressor import PRESETS, chosen_evictor, compress
 from restorekv.compression.context import CompressedContext, size
 from restorekv.compression.context_file import read
-from restorekv.compression.generate import ask
+from restorekv.compression.eviction import Eviction, make_compressor
 from restorekv.errors import AdapterError, BudgetError, CacheFileError, RestoreKVError, RestoreKVWarning
 from restorekv.model.prompt import BETWEEN, make_context
 from restorekv.model.shape import CacheShape
@@ -179,12 +180,13 @@ def test_repr_and_manifest_tell_what_is_held(case, tmp_path):
     assert read(tmp_path / "doc.rkv").manifest == m
 
 
-def test_streaming(case, capsys):
+def test_streaming(case):
     made = compress(*case, ratio=0.5)
-    answer = made.ask(QUESTIONS[0], 12, stream=True)
-    assert capsys.readouterr().out == answer + "\n"
-    pieces = []
-    assert made.ask(QUESTIONS[0], 12, stream=pieces.append) == "".join(pieces) == answer
+    pieces = list(made.ask(QUESTIONS[0], 12, stream=True))
+    assert "".join(pieces) == made.ask(QUESTIONS[0], 12) and len(pieces) > 1
+    for wrong in ({"question": QUESTIONS}, {"question": "?", "details": True}, {"question": "?", "samples": 2}):
+        with pytest.raises(RestoreKVError, match="Only"):
+            made.ask(stream=True, **wrong)
 
 
 def test_tokens_per_head(case):
@@ -379,3 +381,50 @@ def test_a_preset_stands_for_an_evictor():
     for evictor, preset in (("h2o", "fast"), (None, "slow")):
         with pytest.raises(RestoreKVError, match="preset"):
             chosen_evictor(evictor, preset)
+
+
+def test_a_context_comes_in_many_forms(case, tmp_path):
+    model, tokenizer, text = case
+    path = tmp_path / "text.txt"
+    path.write_text(text)
+    plain = compress(model, tokenizer, text, ratio=0.4, adapter=None)
+    ids = plain.context.ids[0, plain.context.prefix :]
+    told = [{"role": "user", "content": text}]
+    for same in (path, ids, ids.tolist(), told):
+        assert compress(model, tokenizer, same, ratio=0.4, adapter=None).context.ids.equal(plain.context.ids)
+    briefed = compress(model, tokenizer, text, ratio=0.4, adapter=None, system="Be brief.")
+    messages = [{"role": "system", "content": "Be brief."}, *told]
+    assert compress(model, tokenizer, messages, ratio=0.4, adapter=None).context.ids.equal(briefed.context.ids)
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert rendered.startswith(tokenizer.decode(briefed.context.ids[0])) and briefed.manifest.system == "Be brief."
+    path.write_bytes(b"\xff\xfe\x00")
+    for wrong, match in (
+        (path, "not UTF-8"), (messages * 2, "one of the user"), ([{"role": "user"}], "one of the user"),
+        (tmp_path / "none", "none"),
+    ):  # fmt: skip
+        with pytest.raises(RestoreKVError, match=match):
+            compress(model, tokenizer, wrong, ratio=0.4, adapter=None)
+
+
+def test_kvpress_users_may_say_compression_ratio(case):
+    for ratio in ("0.1", "0.3"):
+        theirs = compress(*case, compression_ratio=1 - float(ratio) if ratio == "0.3" else "0.9", adapter=None)
+        assert theirs.manifest.ratio == str(Fraction(ratio))
+    assert compress(*case, compression_ratio=0, adapter=None).manifest.ratio == "1"
+    for wrong in (1, -0.1, "x"):
+        with pytest.raises(BudgetError, match="the share that goes"):
+            compress(*case, compression_ratio=wrong)
+    with pytest.raises(BudgetError, match="not both"):
+        compress(*case, compression_ratio=0.5, ratio=0.5)
+
+
+def test_nothing_is_scored_where_all_stays(case):
+    made = compress(*case, ratio=1, adapter=None)
+    assert "score" not in made.manifest.seconds and made.kept.all()
+    assert "score" in compress(*case, ratio=1, adapter=make_adapter(case[0])).manifest.seconds
+
+
+def test_kept_marks_the_pairs_that_are_held(case):
+    made = compress(*case, ratio=0.3, adapter=make_adapter(case[0]))
+    assert made.kept.sum(-1).equal(made.cache.lengths)
+    assert made.kept[..., : made.context.prefix].all()

@@ -5,7 +5,8 @@ import torch
 from transformers import DynamicCache
 
 from restorekv.cache.ragged import RaggedCache
-from restorekv.compression.generate import answer_ids, ask, generate_inputs, stop_ids
+from restorekv.compression.answers import ask, generate_inputs, stream
+from restorekv.compression.generate import answer_ids, stop_ids
 from restorekv.errors import RestoreKVError
 from restorekv.model.prompt import make_context, question_ids
 from restorekv.model.shape import CacheShape
@@ -76,11 +77,9 @@ def test_each_question_may_have_its_own_limit(case):
 
 
 def test_stream_gives_the_answer_in_pieces(case):
-    pieces = []
-    answer = ask(*case, QUESTIONS[:1], 20, on_text=pieces.append)[0]
-    assert "".join(pieces) == answer and len(pieces) > 1
-    with pytest.raises(RestoreKVError, match="single question"):
-        ask(*case, QUESTIONS, 20, on_text=pieces.append)
+    model, tokenizer, context, cache = case
+    pieces = list(stream(model, tokenizer, (context, cache, QUESTIONS[0]), 20))
+    assert "".join(pieces) == ask(*case, QUESTIONS[:1], 20)[0] and len(pieces) > 1
 
 
 @pytest.mark.parametrize("limit", [0, -1, [1], [1, 2, 3, 0]])

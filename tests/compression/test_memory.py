@@ -6,7 +6,8 @@ from transformers import DynamicCache
 
 from benchmarks.memory_on_paper import SCORES
 from restorekv.compression import allocate
-from restorekv.compression.compressor import Eviction, compress
+from restorekv.compression.compressor import compress
+from restorekv.compression.eviction import Eviction
 from restorekv.compression.prepared import CompressionConfig, ScoredContext
 from restorekv.compression.streaming import Stream, StreamedContext
 from restorekv.errors import RestoreKVError

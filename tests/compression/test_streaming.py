@@ -8,8 +8,9 @@ import torch
 from transformers import AttentionInterface
 
 from restorekv import evictors
-from restorekv.compression.compressor import Eviction, compress
+from restorekv.compression.compressor import compress
 from restorekv.compression.context import CompressedContext
+from restorekv.compression.eviction import Eviction
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.compression.streaming import Stream, StreamedContext, parts
 from restorekv.errors import RestoreKVError, RestoreKVWarning

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from restorekv.compression.allocate import exact_top
-from restorekv.compression.compressor import Eviction
+from restorekv.compression.eviction import Eviction
 from restorekv.evictors import gate_file, published_gate
 from restorekv.evictors.published_gate import convert
 from restorekv.model.load import load_model

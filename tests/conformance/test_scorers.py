@@ -12,8 +12,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from restorekv import evictors
 from restorekv.compression.allocate import exact_top
-from restorekv.compression.compressor import Eviction
-from restorekv.compression.generate import ask
+from restorekv.compression.answers import ask
+from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.kvpress_bridge import FromKVPress
 from restorekv.model import attention

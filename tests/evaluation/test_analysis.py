@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from restorekv.compression.compressor import Eviction
+from restorekv.compression.eviction import Eviction
 from restorekv.evaluation.analysis import attention_mass, divergence, restore_attention, survivors
 from restorekv.evaluation.analysis.case import Case, DocumentFigures, plain
 from restorekv.evaluation.protocols import PROTOCOLS

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from restorekv.cli.analyze import WHAT, choose
-from restorekv.compression.compressor import Eviction
+from restorekv.compression.eviction import Eviction
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.analysis import compress_cost, cost

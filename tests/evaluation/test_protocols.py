@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from restorekv import tasks
-from restorekv.compression.compressor import make_compressor
+from restorekv.compression.eviction import make_compressor
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols, worker
 from restorekv.evaluation.run import run

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from restorekv import evictors
-from restorekv.compression.compressor import Eviction
+from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.contrastkv import ContrastKV, ContrastKVSimple
 from restorekv.model.prefill import prefill

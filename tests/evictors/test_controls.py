@@ -9,8 +9,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import sdpa_mask
 
 from restorekv.compression.budget import Budget
-from restorekv.compression.compressor import Eviction, compress, make_compressor
+from restorekv.compression.compressor import compress
 from restorekv.compression.context import CompressedContext
+from restorekv.compression.eviction import Eviction, make_compressor
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import AdapterError, BudgetError, RestoreKVError, RestoreKVWarning
 from restorekv.model.load import load_model

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from restorekv import evictors
-from restorekv.compression.compressor import Eviction, compress
+from restorekv.compression.compressor import compress
 from restorekv.compression.context import CompressedContext
+from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVWarning
 from restorekv.evictors import EVICTORS
 from restorekv.model.prompt import make_context

@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 
 from restorekv import evictors
-from restorekv.compression.compressor import Eviction
+from restorekv.compression.eviction import Eviction
 from restorekv.errors import GateError, RestoreKVError
 from restorekv.evictors import gate_file
 from restorekv.evictors.gate_file import Gate, GateCard

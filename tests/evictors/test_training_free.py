@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from restorekv import evictors
-from restorekv.compression.compressor import Eviction
+from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.kvpress_bridge import FromKVPress
 from restorekv.model.observer import observe_layers

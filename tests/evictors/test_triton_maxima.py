@@ -5,7 +5,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from restorekv.compression.compressor import Eviction
+from restorekv.compression.eviction import Eviction
 from restorekv.model.prompt import Context
 from tests.helpers.kernels import compiled, without_triton
 from tests.helpers.models import build_model

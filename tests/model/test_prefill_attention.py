@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from restorekv import evictors
-from restorekv.compression.compressor import Eviction
+from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.attend import attention_blocks
 from restorekv.model.attention import blocked

@@ -10,7 +10,7 @@ from paper.experiment import Row
 from paper.experiments import FURTHER, chosen
 from paper.recipe import ABLATIONS
 from paper.setting import TRAINED, backbone, bundled
-from restorekv.compression.compressor import Eviction, load_adapter
+from restorekv.compression.eviction import Eviction, load_adapter
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.model.load import load_model
 from restorekv.restore.adapter import RestoreAdapter

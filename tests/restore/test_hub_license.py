@@ -5,7 +5,8 @@ import warnings
 
 import pytest
 
-from restorekv.compression.compressor import compress, load_adapter, make_compressor
+from restorekv.compression.compressor import compress
+from restorekv.compression.eviction import load_adapter, make_compressor
 from restorekv.errors import AdapterError, RestoreKVWarning
 from restorekv.restore import publish
 from restorekv.restore.adapter import RestoreAdapter

@@ -63,7 +63,7 @@ def test_the_second_run_prefills_but_neither_scores_nor_asks_the_teacher(tiny_to
         raise AssertionError("computed again")
 
     monkeypatch.setattr(cache_module.Teacher, "targets", refuse)
-    monkeypatch.setattr("restorekv.compression.compressor.Eviction.prepare", refuse)
+    monkeypatch.setattr("restorekv.compression.eviction.Eviction.prepare", refuse)
     train(model, tiny_tokenizer, EXAMPLES, replace(LIVE, seed=1), tmp_path / "two", store=tmp_path / "store")
     assert files(tmp_path / "store") == before
 

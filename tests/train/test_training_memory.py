@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from restorekv.cache.ragged import RaggedCache
-from restorekv.compression.compressor import Eviction
+from restorekv.compression.eviction import Eviction
 from restorekv.model import attention
 from restorekv.model.attention import frozen
 from restorekv.model.prefill import prefill

@@ -154,8 +154,8 @@ class RaggedCache(Cache):
         return cls([WholeLayer(layer, joined) for layer in full.layers])
 
     def store(self, storage: str) -> None:
-        """Converts the context to "int8" or "fp8", layer by layer; see quantized.py."""
-        for layer in self.layers:
+        """Converts the context to "int8" or "fp8", layer by layer; see quantized.py. "model" leaves it as it is."""
+        for layer in self.layers if storage != "model" else ():
             rows = layer.context_keys, layer.context_values
             layer.context_keys, layer.context_values = quantized.pack(*rows, layer.bounds, storage)
 
@@ -192,6 +192,16 @@ class RaggedCache(Cache):
     def lengths(self) -> Tensor:
         """(L, H) int64: context pairs kept, without the restore cache."""
         return torch.stack([layer.offsets.diff().long().cpu() for layer in self.layers])
+
+    def kept(self, columns: int) -> Tensor:
+        """Returns which of the full cache's first `columns` columns are held: (L, H, columns) bool."""
+        keep = torch.zeros(len(self.layers), self.layers[0].heads, columns, dtype=torch.bool)
+        for index, layer in enumerate(self.layers):
+            heads = torch.repeat_interleave(torch.arange(layer.heads), layer.offsets.diff().long().cpu())
+            positions = layer.positions.long().cpu()
+            of_text = positions < columns  # the others are restore pairs of earlier texts
+            keep[index, heads[of_text], positions[of_text]] = True
+        return keep
 
     def to_dynamic_cache(self) -> DynamicCache:
         """Returns a plain transformers cache with copies of context and restore cache.

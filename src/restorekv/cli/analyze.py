@@ -11,7 +11,7 @@ from restorekv import tasks
 from restorekv.cli import options
 from restorekv.cli.session import bar, notes, output, phase, quiet
 from restorekv.compression.budget import exact_ratio
-from restorekv.compression.compressor import load_adapter, make_compressor
+from restorekv.compression.eviction import load_adapter, make_compressor
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols

@@ -9,25 +9,23 @@ import typer
 from rich.text import Text
 
 from restorekv.cli import options
-from restorekv.cli.session import open_model, output, phase, yarn_of
-from restorekv.compression.context import CompressedContext, ask_many
-from restorekv.compression.context_file import read
+from restorekv.cli.session import open_documents, output, phase
+from restorekv.compression.context import ask_many
 from restorekv.errors import RestoreKVError
 from restorekv.files import check_target, write_json
-from restorekv.seal import read_key
 
 
+@options.options_of(options.Sampling)
 def run(
     file: Annotated[Path, typer.Argument(help="A cache file made by compress.")],
     questions: Annotated[list[str], typer.Argument(help="Further cache files (.rkv), then one or more questions.")],
     max_new_tokens: Annotated[int, typer.Option(help="The longest answer, in tokens.")] = 128,
-    model: Annotated[
-        str | None, typer.Option(help=f"The model, unless it is the one that the file names: {options.MODEL_HELP}")
-    ] = None,
+    model: options.OtherModel = None,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
     sign_key: options.SignKey = None,
     json: Annotated[Path | None, typer.Option(help="Write questions and answers here, for programs.")] = None,
+    **sampling: object,
 ) -> None:
     files = [file, *map(Path, takewhile(lambda word: word.endswith(".rkv"), questions))]
     questions = questions[len(files) - 1 :]
@@ -39,17 +37,17 @@ def run(
         raise RestoreKVError(f"--max-new-tokens is a number of at least 1, not {max_new_tokens}.")
     if json:
         check_target(json)
-    key = read_key(sign_key)
-    stored = [read(each, key) for each in files]  # wrong files are refused before a model is loaded
-    loaded, tokenizer = open_model(model or stored[0].manifest.model, dtype, device, yarn_of(stored[0].manifest.rope))
-    compressed = [CompressedContext.load(each, loaded, tokenizer) for each in stored]
+    decoding = options.Sampling(**sampling).decoding()
+    compressed = open_documents(files, model, dtype, device, sign_key)
     start = time.perf_counter()
     rows = [{"file": str(each), "question": question} for each in files for question in questions]
     if len(rows) == 1 and json is None:
-        compressed[0].ask(questions[0], max_new_tokens, stream=True)
+        for piece in compressed[0].ask(questions[0], max_new_tokens, stream=True, **decoding):
+            print(piece, end="", flush=True)
+        print()
         return
     with phase(f"answering {len(rows)} questions"):
-        by_file = ask_many([(each, questions) for each in compressed], max_new_tokens)
+        by_file = ask_many([(each, questions) for each in compressed], max_new_tokens, **decoding)
     answers = list(chain.from_iterable(by_file))
     if json:  # before anything is printed, since whoever reads that may go away
         lines = [{**row, "answer": answer} for row, answer in zip(rows, answers, strict=True)]
@@ -60,4 +58,4 @@ def run(
     for row, answer in zip(rows, answers, strict=True):
         title = f"{row['file']}: {row['question']}" if len(files) > 1 else row["question"]
         output.print(Text(title, style="bold"), soft_wrap=True)
-        output.print(Text("  " + answer.strip()), soft_wrap=True)
+        output.print(Text("  " + answer), soft_wrap=True)

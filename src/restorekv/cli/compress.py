@@ -12,8 +12,9 @@ from restorekv.cache.quantized import check as check_storage
 from restorekv.cli import options
 from restorekv.cli.session import figures_table, method_of, notes, open_model, output, read_text
 from restorekv.compression.budget import exact_ratio
-from restorekv.compression.compressor import chosen_evictor, compress, make_compressor
+from restorekv.compression.compressor import chosen_evictor, compress
 from restorekv.compression.context import CompressedContext, size
+from restorekv.compression.eviction import make_compressor
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import BudgetError
 from restorekv.files import check_target, write_json
@@ -31,6 +32,7 @@ def run(
     evictor: options.Evictor = None,
     adapter: options.Adapter = "auto",
     restore_tokens: options.RestoreTokens = None,
+    system: options.System = "",
     model: options.Model = "bundled",
     prefix_policy: options.PrefixPolicy = "free",
     on_small_budget: options.OnSmallBudget = "error",
@@ -58,7 +60,7 @@ def run(
     with notes.status("compressing") as status:
         compressed = compress(
             loaded, tokenizer, text, evictor=evictor, ratio=ratio, tokens_per_head=tokens_per_head,
-            adapter=None if adapter == "none" else adapter, restore_tokens=restore_tokens,
+            adapter=None if adapter == "none" else adapter, restore_tokens=restore_tokens, system=system,
             prefix_policy=prefix_policy, on_small_budget=on_small_budget, allocation=allocation,
             restore_from=restore_from, offset=offset,
             storage=storage, streaming=streaming, offload=offload, max_context=max_context, progress=status.update,

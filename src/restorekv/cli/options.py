@@ -1,8 +1,9 @@
 """Options that several commands share, so that one name means the same everywhere."""
 
 import inspect
+import json
 from collections.abc import Callable
-from dataclasses import Field, fields
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
@@ -10,8 +11,11 @@ import typer
 
 from restorekv.cache.quantized import STORAGES
 from restorekv.compression.allocate import ALLOCATIONS
-from restorekv.compression.compressor import DEFAULT, METHODS
+from restorekv.compression.compressor import DEFAULT
+from restorekv.compression.eviction import METHODS
+from restorekv.compression.sampling import Decoding
 from restorekv.evictors import EVICTORS
+from restorekv.files import read_json
 
 EVICTOR_HELP = f"{', '.join((*EVICTORS, *METHODS))}; with settings as in snapkv:window=64,kernel=5."
 
@@ -25,6 +29,8 @@ Adapter = Annotated[
 ]
 MODEL_HELP = "smollm2, tiny (also called bundled), a model folder, a GGUF file or a hub id."
 Model = Annotated[str, typer.Option(help=MODEL_HELP)]
+OtherModel = Annotated[str | None, typer.Option("--model", help=f"The model, unless the file's own. {MODEL_HELP}")]
+System = Annotated[str, typer.Option(help="The system message before the text; unless given, the template's own.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 PrefixPolicy = Annotated[
@@ -60,6 +66,29 @@ RestoreTokens = Annotated[
     int | None,
     typer.Option(min=1, help="Use the adapter's first so many restore tokens; train it with --nested."),
 ]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How `ask` and `chat` write answers; see `Decoding`."""
+
+    temperature: float = field(default=0.0, metadata={"help": "How much chance decides; 0 takes the likeliest token."})
+    top_p: float = field(default=1.0, metadata={"help": "Sample from the likeliest tokens of this probability."})
+    top_k: int = field(default=0, metadata={"help": "Sample from so many likeliest tokens; 0 for all."})
+    min_p: float = field(default=0.0, metadata={"help": "Leave out tokens below this share of the likeliest one's."})
+    repetition_penalty: float = field(default=1.0, metadata={"help": "Above 1, makes what was read or said rarer."})
+    seed: int = field(default=0, metadata={"help": "The same seed gives the same answer."})
+    stop: str | None = field(default=None, metadata={"help": "End an answer before this text."})
+    json_schema: Path | None = field(default=None, metadata={"help": "A file with the JSON schema of every answer."})
+    regex: str | None = field(default=None, metadata={"help": "An expression that every answer matches as a whole."})
+
+    def decoding(self) -> dict[str, Any]:
+        """Returns the options of `Decoding`; checks them and reads the schema."""
+        options = {name: value for name, value in vars(self).items() if value is not None}
+        if self.json_schema is not None:
+            options["json_schema"] = json.dumps(read_json(self.json_schema, str(self.json_schema)))
+        Decoding.make(**options)
+        return options
 
 
 def options_of(config: type) -> Callable[[Callable], Callable]:

@@ -1,7 +1,7 @@
 """Helpers for several commands: read a text, open a model, show progress, print figures."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,14 @@ from rich.table import Table
 from transformers import PreTrainedModel, logging
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.compression.context_file import Manifest
+from restorekv.compression.context import CompressedContext
+from restorekv.compression.context_file import Manifest, read
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import RestoreKVError
-from restorekv.files import read_bytes
+from restorekv.files import TEXT_LIMIT, read_bytes
 from restorekv.model.load import check_dtype, load_model
+from restorekv.seal import read_key
 
-TEXT_LIMIT = 1 << 30  # bytes; a model reads less
 output, notes = Console(), Console(stderr=True)
 
 
@@ -56,6 +57,17 @@ def open_model(
     quiet()
     with phase(f"loading {name}"):
         return load_model(name, dtype, device, rope)
+
+
+def open_documents(
+    files: Sequence[Path], model: str | None, dtype: str, device: str, sign_key: Path | None
+) -> list[CompressedContext]:
+    """Reads cache files of one model, which wrong files are refused before, and loads them."""
+    key = read_key(sign_key)
+    stored = [read(each, key) for each in files]
+    first = stored[0].manifest
+    loaded, tokenizer = open_model(model or first.model, dtype, device, yarn_of(first.rope))
+    return [CompressedContext.load(each, loaded, tokenizer) for each in stored]
 
 
 def yarn_of(rope: Mapping[str, Any]) -> dict[str, Any] | None:

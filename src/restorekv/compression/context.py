@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -14,13 +16,21 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.ragged import RaggedCache
-from restorekv.compression import context_file, generate, portable
+from restorekv.compression import answers, context_file, generate, portable
+from restorekv.compression.answers import Answer
+from restorekv.compression.chat import Chat
 from restorekv.compression.context_checks import check_model
 from restorekv.compression.context_file import CacheFile, Manifest
+from restorekv.compression.eviction import Eviction, load_adapter, make_compressor
+from restorekv.compression.growing import Growth, composed
 from restorekv.compression.portable import Portable
+from restorekv.compression.prepared import CompressionConfig, Compressor
+from restorekv.compression.sampling import Decoding, DecodingOptions
 from restorekv.errors import CacheFileError, RestoreKVError, warn
 from restorekv.model import attention
-from restorekv.model.prompt import Context, template_hash
+from restorekv.model.prompt import Context, encode, template_hash, token_ids
+from restorekv.model.shape import CacheShape
+from restorekv.restore.adapter import RestoreAdapter
 
 
 @dataclass(frozen=True, repr=False)
@@ -32,27 +42,110 @@ class CompressedContext:
     context: Context
     cache: RaggedCache
     manifest: Manifest
+    compressor: Compressor | None = field(default=None, compare=False)  # what made it, in the process that made it
 
     def __post_init__(self) -> None:
         attention.prepare(self.cache.layers)
         self.cache.lock()
 
     def ask(
-        self, question: str | Sequence[str], max_new_tokens: int | Sequence[int] = 128,
-        stream: bool | generate.OnText = False, answer_prefix: str = "", graph: bool = False,
-    ) -> str | list[str]:  # fmt: skip
+        self, question: str | Sequence[str], max_new_tokens: int | Sequence[int] = 128, stream: bool = False,
+        answer_prefix: str = "", graph: bool = False, details: bool = False, **options: Unpack[DecodingOptions],
+    ) -> str | list | Answer | Iterator[str]:  # fmt: skip
         """Returns one answer for one question, a list for a list, whose questions are answered in one batch.
 
-        stream=True prints the answer while it grows; a function gets the pieces instead. graph=True makes every step
-        the same work, which a GPU replays as a CUDA graph (decode_graph.py).
+        Answers are greedy unless `options`, those of `Decoding`, say otherwise; with samples=N every question has a
+        list of N answers. stream=True returns an iterator over the pieces of one answer. details=True returns `Answer`
+        objects, with ids and log-probabilities. graph=True makes every step the same work, which a GPU replays as a
+        CUDA graph (decode_graph.py).
         """
-        questions = [question] if isinstance(question, str) else list(question)
-        on_text = show if stream is True else (stream or None)
-        asked = self.model, self.tokenizer, self.context, self.cache, questions
-        answers = generate.ask(*asked, max_new_tokens, on_text, answer_prefix, graph)
-        if stream is True:
-            show("\n")
-        return answers[0] if isinstance(question, str) else answers
+        decoding, single = Decoding.make(**options), isinstance(question, str)
+        if stream:
+            if not single or details or graph:
+                raise RestoreKVError(
+                    "Only the text of a single answer can be streamed; ask other questions one by one."
+                )
+            asked = (self.context, self.cache, question)
+            return answers.stream(self.model, self.tokenizer, asked, max_new_tokens, answer_prefix, decoding)
+        asked = [(self.context, self.cache, each) for each in ([question] if single else question)]
+        how = max_new_tokens, answer_prefix, graph, decoding
+        written = answers.ask_each(self.model, self.tokenizer, asked, *how)
+        shown = [told(each, details, decoding.samples) for each in written]
+        return shown[0] if single else shown
+
+    async def ask_async(self, question: str | Sequence[str], **options: Any) -> str | list | Answer:
+        """Answers as `ask` does, with its options, while other tasks of the event loop go on."""
+        return await asyncio.to_thread(partial(self.ask, question, **options))
+
+    async def stream_async(self, question: str, **options: Any) -> AsyncIterator[str]:
+        """Yields the pieces of an answer, as `ask` with stream=True does, while other tasks go on."""
+        pieces = self.ask(question, stream=True, **options)
+        while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+            yield piece
+
+    def chat(self, system: str = "") -> Chat:
+        """Starts a conversation; `system` is said between the text and the first question."""
+        return Chat(self, system)
+
+    def append(
+        self, text: str | Sequence[int] | Tensor, *, restore: Literal["last", "every", "none"] = "last",
+        adapter: RestoreAdapter | str | Path | None = "auto", evictor: str | None = None,
+    ) -> CompressedContext:  # fmt: skip
+        """Returns a context with a text, or its token ids, behind this one; this one stays as it is.
+
+        The new part alone is read and scored, by the evictor and with the conventions of before, and evicted to the
+        ratio of the grown whole; see growing.py for what `restore` decides. A cache that was loaded takes `adapter` and
+        `evictor` as `compress` does, those of its record unless others are given.
+        """
+        ids = encode(self.tokenizer, text) if isinstance(text, str) else token_ids(self.tokenizer, text)
+        if not ids.shape[-1]:
+            raise RestoreKVError("There is nothing to append; give a text with at least one word.")
+        return self.grown(ids, restore, adapter, evictor)
+
+    def grown(
+        self, ids: Tensor, restore: str = "last", adapter: RestoreAdapter | str | Path | None = "auto",
+        evictor: str | None = None,
+    ) -> CompressedContext:  # fmt: skip
+        """Returns what `append` does with ids (1, t), whoever wrote them."""
+        m, shape = self.manifest, CacheShape.of(self.model)
+        how = self.grower(None if restore == "none" else adapter, evictor)
+        growth = Growth(self.model, self.tokenizer, self.context, self.cache, how, restore)
+        tokens, config = how.adapter.restore_tokens if how.adapter else 0, how.conventions
+        whole = replace(self.context, ids=torch.cat([self.context.ids, ids], -1))
+        budget = config.budget(Fraction(m.ratio), whole, shape.layers, shape.heads, tokens)
+        context, cache = growth.append(ids, budget)
+        cache.store(m.storage)
+        seconds = {name: round(value, 4) for name, value in growth.seconds.items()}
+        manifest = m.of_other(
+            context, cache, seconds=seconds, parts=[*(m.parts or [m.tokens]), ids.shape[-1]], earlier=growth.carried,
+            adapter=how.adapter and how.adapter.identity(), evictor=how.identity(self.model),
+        )  # fmt: skip
+        return CompressedContext(self.model, self.tokenizer, context, cache, manifest, how)
+
+    def grower(self, adapter: RestoreAdapter | str | Path | None, evictor: str | None) -> Eviction:
+        """Returns the eviction that made this cache, or one like it for a cache that was loaded."""
+        m, made = self.manifest, self.compressor
+        if isinstance(made, Eviction) and evictor is None and adapter == "auto":
+            return replace(made, streaming=None, scoring=True)
+        name = evictor or m.evictor.partition(":gate=")[0]
+        how = make_compressor(name)
+        if not isinstance(how, Eviction):
+            raise RestoreKVError(f"{name} makes a cache that cannot grow; compress the whole text with an evictor.")
+        config = CompressionConfig(m.prefix_policy, m.on_small_budget, m.allocation, m.restore_from, m.offset)
+        how = replace(how, conventions=config)
+        if how.identity(self.model) != m.evictor:
+            warn(f"The cache was made with {m.evictor}, and {how.identity(self.model)} goes on with it.")
+        if adapter is None or (adapter == "auto" and m.adapter is None):
+            return how
+        loaded = load_adapter(self.model, adapter, how, None, m.between)
+        if loaded and m.adapter and loaded.identity()["hash"] != m.adapter["hash"]:
+            warn("The cache was made with another adapter than the one that goes on with it.")
+        return replace(how, adapter=loaded)
+
+    @property
+    def kept(self) -> Tensor:
+        """Which pairs of the full cache are held: (L, H, S + T) bool."""
+        return self.cache.kept(self.context.positions)
 
     def inputs(self, question: str, answer_prefix: str = "", plain: bool = False) -> dict[str, Tensor]:
         """Returns inputs for model.generate(**compressed.inputs(question), past_key_values=compressed.cache.fork()).
@@ -61,7 +154,7 @@ class CompressedContext:
         The answer is result[:, input_ids.shape[1]:].
         """
         asked = self.tokenizer, self.context, self.cache, question, answer_prefix, plain
-        return {name: x.to(self.model.device) for name, x in generate.generate_inputs(*asked).items()}
+        return {name: x.to(self.model.device) for name, x in answers.generate_inputs(*asked).items()}
 
     def generate(self, question: str, answer_prefix: str = "", **options: Any) -> str:
         """Returns the answer of transformers' own `generate` with its options; greedy unless they say otherwise."""
@@ -114,26 +207,65 @@ class CompressedContext:
 
 
 def ask_many(
-    asked: Iterable[tuple[CompressedContext, str | Sequence[str]]], max_new_tokens: int = 128, answer_prefix: str = ""
-) -> list[str | list[str]]:
+    asked: Iterable[tuple[CompressedContext, str | Sequence[str]]], max_new_tokens: int = 128, answer_prefix: str = "",
+    details: bool = False, **options: Unpack[DecodingOptions],
+) -> list:  # fmt: skip
     """Answers the questions of several compressed contexts in one batch: one answer for one question, a list for a
-    list, as `ask` gives them alone.
+    list, as `ask` gives them alone, whose options these are.
 
     The contexts may differ in all but the model and its chat template; one may come up more than once.
     """
+    decoding = Decoding.make(**options)
     asked = [(each, [given] if isinstance(given, str) else list(given), given) for each, given in asked]
     rows = [(each.context, each.cache, question) for each, questions, _ in asked for question in questions]
     if not rows:
         return [[] for _ in asked]
-    first = asked[0][0]
-    for each, _, _ in asked:
+    first = one_model([each for each, _, _ in asked])
+    how = max_new_tokens, answer_prefix, False, decoding
+    written = iter(answers.ask_each(first.model, first.tokenizer, rows, *how))
+    said = [[told(next(written), details, decoding.samples) for _ in questions] for _, questions, _ in asked]
+    return [own[0] if isinstance(given, str) else own for own, (_, _, given) in zip(said, asked, strict=True)]
+
+
+def compose(contexts: Sequence[CompressedContext]) -> CompressedContext:
+    """Returns one context of several that were compressed apart, as if their texts stood one behind the other.
+
+    No text is read again: keys are rotated to their new positions, and every context keeps its restore cache. The texts
+    do not know of each other, as those of a context that was compressed at once do. The model must be the same, and
+    so must conventions and chat prefix.
+    """
+    if not contexts:
+        raise RestoreKVError("There is nothing to compose; give at least one compressed context.")
+    first, records = one_model(contexts), [each.manifest for each in contexts]
+    for name in ("prefix_policy", "allocation", "restore_from", "offset", "storage", "between"):
+        if len({getattr(record, name) for record in records}) > 1:
+            raise RestoreKVError(f"The contexts differ in {name}; compress them alike to compose them.")
+    context, cache = composed(first.model, [(each.context, each.cache) for each in contexts])
+    cache.store(records[0].storage)
+    ratio = sum(Fraction(m.ratio) * m.tokens for m in records) / context.tokens
+    manifest = records[0].of_other(
+        context, cache, ratio=str(ratio), seconds={}, parts=[part for m in records for part in m.parts or [m.tokens]],
+        earlier=sum(m.earlier + m.restore_tokens for m in records) - cache.restore,
+        evictor=" + ".join(dict.fromkeys(m.evictor for m in records)), cut=sum(m.cut for m in records),
+    )  # fmt: skip
+    return CompressedContext(first.model, first.tokenizer, context, cache, manifest, contexts[-1].compressor)
+
+
+def one_model(contexts: Sequence[CompressedContext]) -> CompressedContext:
+    """Returns the first of them; refuses several models or chat templates."""
+    first = contexts[0]
+    for each in contexts:
         if each.model is not first.model:
             raise RestoreKVError("A batch has one model; load the cache files with the same model object.")
         if template_hash(each.tokenizer) != template_hash(first.tokenizer):
             raise RestoreKVError("A batch has one chat template; load the cache files with the same tokenizer.")
-    written = iter(generate.ask_each(first.model, first.tokenizer, rows, max_new_tokens, None, answer_prefix))
-    answers = [[next(written) for _ in questions] for _, questions, _ in asked]
-    return [own[0] if isinstance(given, str) else own for own, (_, _, given) in zip(answers, asked, strict=True)]
+    return first
+
+
+def told(written: list[Answer], details: bool, samples: int) -> str | Answer | list:
+    """Returns the answers to one question as the caller wants them."""
+    shown = written if details else [each.text for each in written]
+    return shown if samples > 1 else shown[0]
 
 
 def check(stored: CacheFile, model: PreTrainedModel, tokenizer: Tokenizer) -> None:
@@ -144,11 +276,6 @@ def check(stored: CacheFile, model: PreTrainedModel, tokenizer: Tokenizer) -> No
         raise CacheFileError(f"{path} has token ids that the model's vocabulary lacks; compress the context again.")
     if manifest.template != template_hash(tokenizer):
         warn(f"{path} was made with another chat template; answers may suffer.")
-
-
-def show(piece: str) -> None:
-    """Prints a piece of text to the terminal at once."""
-    print(piece, end="", flush=True)
 
 
 def size(count: float) -> str:

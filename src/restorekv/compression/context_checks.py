@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 LARGEST = 2**31 - 1  # of positions and rows, which files hold as int32
 BLOCK = 1 << 22  # numbers looked at together
 SHAPE = {field.name for field in fields(CacheShape)}
-COUNTS = ("prefix", "restore_tokens", "offset", "pairs", "pairs_of_prefix", "pairs_held", "bytes_full", "bytes_held")
+COUNTS = (
+    "prefix", "restore_tokens", "offset", "pairs", "pairs_of_prefix", "pairs_held", "bytes_full", "bytes_held",
+    "earlier",
+)  # fmt: skip
 CHOICES = {
     "dtype": ("float32", "bfloat16", "float16", "float64"), "storage": STORAGES, "prefix_policy": PREFIX_POLICIES,
     "on_small_budget": ON_SMALL_BUDGET, "restore_from": RESTORE_FROM,
@@ -52,7 +55,10 @@ def check_manifest(manifest: Manifest) -> None:
     for name, hint in get_type_hints(type(manifest)).items():
         value = getattr(manifest, name)
         require(has_type(value, hint), f"records something that is no {hint} as its {name}")
-        if isinstance(value, str) and name != "between":  # what cannot be printed may command a terminal
+        if isinstance(value, str) and name not in (
+            "between",
+            "system",
+        ):  # what cannot be printed may command a terminal
             require(value.isprintable(), f"records {value!r} as its {name}")
     for name, choices in CHOICES.items():
         require(getattr(manifest, name) in choices, f"records the {name} {getattr(manifest, name)!r}")
@@ -61,6 +67,8 @@ def check_manifest(manifest: Manifest) -> None:
     require(all(0 <= getattr(manifest, name) <= 2**62 for name in COUNTS), "records a count below zero or too large")
     positions = manifest.prefix + manifest.tokens + manifest.offset
     require(manifest.tokens > 0 and positions <= LARGEST, "records a number of tokens that no context has")
+    require(not manifest.parts or (min(manifest.parts) > 0 and sum(manifest.parts) == manifest.tokens),
+            "records parts that are not its text's")  # fmt: skip
     require(manifest.streaming is None or manifest.streaming > 0, "records parts without tokens")
     require(all(seconds >= 0 for seconds in manifest.seconds.values()), "records a negative duration")
     for name in ("versions", "seconds"):
@@ -95,6 +103,7 @@ def check_tensors(tensors: Mapping[str, Tensor], manifest: Manifest) -> None:
     columns, dtype = manifest.prefix + manifest.tokens, getattr(torch, manifest.dtype)
     check_tensor(tensors, "context_ids", torch.int32, (1, columns))
     check_tensor(tensors, "suffix_ids", torch.int32, (1, None))
+    columns += manifest.earlier  # whose positions are behind the text's
     check_tensor(tensors, "offsets", torch.int32, (layers, heads + 1))
     expected = {"context_ids", "suffix_ids", "offsets", "restore_keys", "restore_values"}
     for name in ("restore_keys", "restore_values"):

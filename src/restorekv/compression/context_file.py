@@ -4,10 +4,11 @@ Files are sealed (see seal.py), written beside the target and moved into place w
 checked is what is used.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,33 @@ class Manifest:
     streaming: int | None = None  # tokens of a part when it was compressed as the prefill went; new in version 3
     between: str = ""  # what stands before every question; files that do not say it were asked without
     cut: int = 0  # tokens of the text's end that were left out because the model has no positions for them
+    system: str = ""  # the system message before the text, where one was given
+    parts: list[int] = field(default_factory=list)  # tokens of each text of a context that grew or was composed
+    earlier: int = 0  # restore pairs of earlier parts in every head, among the retained pairs
 
     def described(self) -> dict:
         """Returns the manifest as files hold it."""
         return to_file(asdict(self))
+
+    def of_other(self, context: Context, cache: RaggedCache, **changed: Any) -> "Manifest":
+        """Returns the record of a cache that was made from this one's; `changed` are fields that nothing else tells."""
+        of_prefix = cache.pairs_of_prefix(context.prefix)
+        shape, itemsize = self.shape, cache.layers[0].dtype.itemsize
+        numbers = shape["layers"] * shape["heads"] * context.positions * 2 * shape["head_dim"]
+        return replace(
+            self, prefix=context.prefix, tokens=context.tokens, restore_tokens=cache.restore,
+            pairs=cache.pairs - (of_prefix if self.prefix_policy == "free" else 0), pairs_of_prefix=of_prefix,
+            pairs_held=cache.pairs, bytes_full=numbers * itemsize, bytes_held=cache.nbytes, **changed,
+        )  # fmt: skip
+
+
+def digest(cache: RaggedCache, context: Context) -> str:
+    """Returns 16 hex digits that stand for everything that a cache file would hold of the text."""
+    sha256 = hashlib.sha256(context.suffix_text.encode())
+    for name, tensor in sorted(pack(cache, context).items()):
+        sha256.update(name.encode())
+        sha256.update(tensor.view(-1).view(torch.uint8).numpy().data)
+    return sha256.hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -148,8 +172,8 @@ def check_format(metadata: dict[str, str], what: str) -> None:
 
 def known_manifest(entries: dict) -> Manifest:
     """Returns the manifest; files of earlier versions lack the fields that have defaults."""
-    names = {field.name for field in fields(Manifest)}
-    needed = {field.name for field in fields(Manifest) if field.default is MISSING}
+    names = {each.name for each in fields(Manifest)}
+    needed = {each.name for each in fields(Manifest) if each.default is MISSING and each.default_factory is MISSING}
     require(needed <= set(entries) <= names, "lacks fields this version needs, or has others")
     return Manifest(**entries)
 

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import seal
 from restorekv.cache.ragged import RaggedCache
-from restorekv.compression import generate
+from restorekv.compression import answers
 from restorekv.compression.context_checks import check_model, check_tensor, require
 from restorekv.compression.context_file import Manifest, read_sealed, refusing
 from restorekv.errors import CacheFileError, RestoreKVError, raised_as
@@ -91,7 +91,7 @@ class Portable:
     ) -> list[str]:
         """Returns the answers to questions, in batches, as `CompressedContext.ask` gives them."""
         cache = RaggedCache.whole(self.cache(), joined=False)
-        return generate.ask(model, tokenizer, self.context, cache, questions, max_new_tokens)
+        return answers.ask(model, tokenizer, self.context, cache, questions, max_new_tokens)
 
     def save(self, path: str | Path, key: bytes | None = None) -> None:
         """Writes one safetensors file, or nothing."""

@@ -119,6 +119,10 @@ class Compressor(ABC):
         """Returns the method for this context: one that streams does not where the context is a single part."""
         return self
 
+    def for_budget(self, budget: Budget) -> Self:
+        """Returns the method for a single budget: it may leave out what that budget does not need."""
+        return self
+
     @abstractmethod
     def prepare(
         self, model: PreTrainedModel, tokenizer: Tokenizer, context: str | Context, progress: Progress | None = None,

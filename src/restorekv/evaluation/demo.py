@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import tasks
 from restorekv.cache.ragged import RaggedCache
-from restorekv.compression.compressor import Eviction, load_adapter
-from restorekv.compression.generate import ask
+from restorekv.compression.answers import ask
+from restorekv.compression.eviction import Eviction, load_adapter
 from restorekv.compression.prepared import ScoredContext, timed
 from restorekv.evaluation.tables import Table, TableRow, name
 from restorekv.model.load import BUNDLED

@@ -11,7 +11,7 @@ from typing import Self, TypeVar, get_type_hints
 
 from restorekv import tasks
 from restorekv.compression.budget import exact_ratio, from_file, to_file
-from restorekv.compression.compressor import make_compressor, shipped_adapter
+from restorekv.compression.eviction import make_compressor, shipped_adapter
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import RestoreKVError
 from restorekv.files import has_type

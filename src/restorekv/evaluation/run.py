@@ -9,7 +9,7 @@ from typing import Protocol
 from restorekv import tasks
 from restorekv.cache import quantized
 from restorekv.compression.budget import exact_ratio
-from restorekv.compression.compressor import make_compressor
+from restorekv.compression.eviction import make_compressor
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
 from restorekv.evaluation.grid import FULL, Cell, Job, jobs

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.context_file import Manifest, read
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import draw
@@ -34,7 +32,7 @@ class Survivors:
     def of_file(cls, path: Path, key: bytes | None = None) -> Self:
         """Reads a cache file, with `key` a signed one; needs no model."""
         stored = read(path, key)
-        return cls(kept_columns(stored.cache(), stored.context.positions), stored.context, stored.manifest)
+        return cls(stored.cache().kept(stored.context.positions), stored.context, stored.manifest)
 
     @property
     def per_head(self) -> Tensor:
@@ -96,16 +94,6 @@ def check_format(path: Path) -> None:
     """Refuses an ending that no writer is known for."""
     if path.suffix.lower() not in FORMATS:
         raise RestoreKVError(f"The plot {path} must end in {', '.join(FORMATS)}; give such a name.")
-
-
-def kept_columns(cache: RaggedCache, columns: int) -> Tensor:
-    """Returns the inverse of `RaggedCache.from_dense`: (L, H, S + T) bool."""
-    layers = len(cache.layers)
-    keep = torch.zeros(layers, cache.layers[0].heads, columns, dtype=torch.bool)
-    for index, layer in enumerate(cache.layers):
-        heads = torch.repeat_interleave(torch.arange(layer.heads), layer.offsets.diff().long().cpu())
-        keep[index, heads, layer.positions.long().cpu()] = True
-    return keep
 
 
 def heads_panel(title: str, kept: Sequence[Sequence[float]]) -> Panel:

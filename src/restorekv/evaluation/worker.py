@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import tasks
 from restorekv.cache.ragged import RaggedCache
-from restorekv.compression.compressor import load_adapter, make_compressor
+from restorekv.compression.eviction import load_adapter, make_compressor
 from restorekv.compression.generate import answer_ids, answer_text, stop_ids
 from restorekv.compression.prepared import CompressionConfig, Compressor, PreparedContext, ScoredContext, timed
 from restorekv.errors import RestoreKVError

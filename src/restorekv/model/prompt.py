@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from jinja2.exceptions import TemplateError
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -52,13 +53,16 @@ def default_between(tokenizer: Tokenizer) -> str:
     return str(tokenizer.init_kwargs.get("between", BETWEEN))
 
 
-def make_context(tokenizer: Tokenizer, text: str | Sequence[int] | Tensor, between: str = "") -> Context:
+def make_context(
+    tokenizer: Tokenizer, text: str | Sequence[int] | Tensor, between: str = "", system: str = ""
+) -> Context:
     """Tokenizes prefix and text together, so that a boundary at the template merges as in training.
 
     `text` may be token ids (T,) instead, which follow the prefix's. Nothing stands before a question unless `between`
-    says what; benchmarks and training data word theirs whole.
+    says what; benchmarks and training data word theirs whole. `system` is the system message before the text; without
+    one, the template may have its own.
     """
-    before, after = around(tokenizer)
+    before, after = around(tokenizer, system)
     prefix = encode(tokenizer, before=before)
     if isinstance(text, str):
         if not text.strip():
@@ -129,20 +133,39 @@ def template_hash(tokenizer: Tokenizer) -> str:
     return hashlib.sha256("\0".join(around(tokenizer)).encode()).hexdigest()[:16]
 
 
-def around(tokenizer: Tokenizer) -> tuple[str, str]:
+def around(tokenizer: Tokenizer, system: str = "") -> tuple[str, str]:
     """Returns the template's text before and after the user's words; without a template, BOS and a newline."""
     if not tokenizer.chat_template:
-        return tokenizer.bos_token or "", "\n"
-    rendered = tokenizer.apply_chat_template(
-        [{"role": "user", "content": SEPARATOR}],
-        tokenize=False,
-        add_generation_prompt=True,
-        enable_thinking=False,  # a template without thinking ignores it
-    )
-    before, separator, after = rendered.partition(SEPARATOR)
-    if not separator:
-        raise RestoreKVError("The tokenizer's chat template drops the user's words; use another tokenizer.")
+        return (tokenizer.bos_token or "") + (f"{system}\n" if system else ""), "\n"
+    before, after = rendered(tokenizer, ["user"], system)
     return before, after
+
+
+def between_turns(tokenizer: Tokenizer) -> str:
+    """Returns the template's text between an answer and the user's next words; without a template, a newline."""
+    return rendered(tokenizer, ["user", "assistant", "user"])[2] if tokenizer.chat_template else "\n"
+
+
+def rendered(tokenizer: Tokenizer, roles: Sequence[str], system: str = "") -> list[str]:
+    """Returns the template's text around and between messages of these roles, after a system message if given."""
+    messages = [{"role": role, "content": SEPARATOR} for role in roles]
+    try:
+        text = tokenizer.apply_chat_template(
+            [{"role": "system", "content": system}, *messages] if system else messages,
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=False,  # a template without thinking ignores it
+        )
+    except TemplateError as error:
+        raise RestoreKVError(f"The tokenizer's chat template refuses these messages: {error}") from None
+    parts = text.split(SEPARATOR)
+    if len(parts) <= len(roles):
+        raise RestoreKVError("The tokenizer's chat template drops the user's words; use another tokenizer.")
+    if len(parts) > len(roles) + 1 or (system and system.strip() not in parts[0]):
+        raise RestoreKVError(
+            "The tokenizer's chat template has no place for these messages; leave the system text out."
+        )
+    return parts
 
 
 def encode(tokenizer: Tokenizer, text: str = "", before: str = "", after: str = "", more: str = "") -> Tensor:

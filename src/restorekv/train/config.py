@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal, Self, get_type_hints
 
 from restorekv.compression.budget import PrefixPolicy
-from restorekv.compression.compressor import Eviction
+from restorekv.compression.eviction import Eviction
 from restorekv.compression.prepared import RestoreFrom, one_of
 from restorekv.data.config import require_at_least, setting
 from restorekv.errors import RestoreKVError, shown

@@ -16,7 +16,6 @@ from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.compression.prepared import SINKS, Ratio, ScoredContext
 from restorekv.evaluation.protocols import Protocol
 from restorekv.evaluation.stats import resamples
-from restorekv.evaluation.survivors import kept_columns
 from restorekv.model import attention
 from restorekv.model.attention import frozen
 from restorekv.model.attention.naive import causal
@@ -64,7 +63,7 @@ class Case:
     def kept(self) -> dict[str, Tensor]:
         """(L, H, S + T) bool for every compressed cache: the columns that each head holds."""
         columns = self.prepared.context.positions
-        return {name: kept_columns(cache, columns) for name, cache in self.caches.items() if name != FULL}
+        return {name: cache.kept(columns) for name, cache in self.caches.items() if name != FULL}
 
     @cached_property
     def bins(self) -> Tensor:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.compression.budget import from_file
-from restorekv.compression.compressor import Eviction, shipped_adapter
+from restorekv.compression.eviction import Eviction, shipped_adapter
 from restorekv.compression.prepared import timed
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.measure import Peak, serve

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv import evictors
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.budget import exact_ratio
-from restorekv.compression.compressor import Eviction
+from restorekv.compression.eviction import Eviction
 from restorekv.compression.prepared import CompressionConfig, ScoredContext
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.analysis.compress_cost import REFUSED, adapter_for, context_of, measure_apart, scorer_of

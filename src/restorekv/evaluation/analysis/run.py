@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.compression.budget import exact_ratio
-from restorekv.compression.compressor import Eviction
+from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.analysis import attention_mass, divergence, restore_attention, survivors
 from restorekv.evaluation.analysis.case import Case, DocumentFigures

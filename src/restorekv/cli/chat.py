@@ -1,0 +1,135 @@
+"""`restorekv chat doc.rkv`: a conversation over a cache file in the terminal."""
+
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from restorekv.cli import options
+from restorekv.cli.session import notes, open_documents, output
+from restorekv.compression.chat import Chat
+from restorekv.compression.context import size
+from restorekv.errors import RestoreKVError
+from restorekv.files import check_target
+
+HELP = {
+    "/undo": "take the latest question and its answer back",
+    "/history": "show the conversation",
+    "/fold": "compress the conversation into the document, to go on with less memory",
+    "/save FILE": "write the conversation; --continue FILE goes on with it",
+    "/help": "show this list",
+    "/quit": "leave; Ctrl-D does so, too",
+}
+
+
+@options.options_of(options.Sampling)
+def run(
+    file: Annotated[Path, typer.Argument(help="A cache file made by compress.")],
+    resume: Annotated[
+        Path | None, typer.Option("--continue", help="Go on with a conversation that /save wrote.")
+    ] = None,
+    system: Annotated[str, typer.Option(help="What the model is told before the first question.")] = "",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 512,
+    model: options.OtherModel = None,
+    device: options.Device = "cpu",
+    dtype: options.Dtype = "auto",
+    sign_key: options.SignKey = None,
+    **sampling: object,
+) -> None:
+    decoding = options.Sampling(**sampling).decoding()
+    if resume and system:
+        raise RestoreKVError("A conversation goes on with its own --system; leave it out.")
+    (document,) = open_documents([file], model, dtype, device, sign_key)
+    chat = Chat.load(resume, document) if resume else document.chat(system)
+    talk(chat, max_new_tokens, decoding)
+
+
+def talk(chat: Chat, max_new_tokens: int, decoding: dict) -> None:
+    """Reads questions and commands until the input ends."""
+    if sys.stdin is None:
+        raise RestoreKVError("The standard input is closed; type questions or pipe them in, one a line.")
+    m = chat.document.manifest
+    notes.print(f"{m.tokens:,} tokens in {size(m.bytes_held)}, of {size(m.bytes_full)}. /help lists the commands.")
+    for line in lines():
+        line = line.strip()
+        try:
+            if line.startswith("/"):
+                if line.split()[0] in ("/quit", "/exit"):
+                    return
+                command(chat, line)
+            elif line:
+                answer(chat, line, max_new_tokens, decoding)
+        except RestoreKVError as error:
+            notes.print(f"error: {error}", markup=False, highlight=False)
+
+
+def lines() -> Iterable[str]:
+    """Yields what is typed, with a history on a terminal, or the lines of a pipe."""
+    if not sys.stdin.isatty():
+        yield from sys.stdin
+        return
+    with suppress(ImportError):
+        import_module("readline")  # gives input() a history and editing
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print("\n(Ctrl-D or /quit leaves)")
+
+
+def answer(chat: Chat, question: str, max_new_tokens: int, decoding: dict) -> None:
+    """Prints an answer while it grows, and what the turn cost; Ctrl-C breaks it off."""
+    start = time.perf_counter()
+    try:
+        for piece in chat.ask(question, max_new_tokens, stream=True, **decoding):
+            print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        print("\n(broken off: this turn has not happened)")
+        return
+    print()
+    turn, seconds = chat.turns[-1], time.perf_counter() - start
+    notes.print(
+        f"read {len(turn.read)} tokens, wrote {len(turn.answer.ids)}; {turn.seconds[0]:.2f} s to the first, "
+        f"{seconds:.2f} s in all; the conversation holds {size(chat.nbytes)}",
+        style="dim",
+        highlight=False,
+    )
+
+
+def command(chat: Chat, line: str) -> None:
+    """Carries out a command that begins with a slash."""
+    name, _, rest = line.partition(" ")
+    match name:
+        case "/undo":
+            chat.undo()
+            notes.print(f"Took one turn back; {len(chat.turns)} are left.")
+        case "/history":
+            for message in chat.messages:
+                output.print(f"[bold]{message['role']}[/]: {escape(message['content'])}", soft_wrap=True)
+        case "/fold":
+            before = chat.nbytes
+            chat.fold()
+            notes.print(
+                f"Folded {size(before)} into the document, which holds {size(chat.document.manifest.bytes_held)}."
+            )
+        case "/save":
+            if not rest.strip():
+                raise RestoreKVError("Give a file after /save.")
+            path = Path(rest.strip())
+            check_target(path)
+            chat.save(path)
+            notes.print(f"Wrote {escape(str(path))}.")
+        case "/help":
+            for each, what in HELP.items():
+                notes.print(f"{each:12} {what}", highlight=False)
+        case _:
+            raise RestoreKVError(f"There is no command {name}; /help lists them.")

@@ -1,0 +1,145 @@
+"""Questions to texts: what `ask`, `ask_many` and conversations return, and inputs for transformers' own `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv.cache.ragged import RaggedCache
+from restorekv.compression import generate
+from restorekv.compression.sampling import GREEDY, Decoding, Row, found, rows_of
+from restorekv.errors import RestoreKVError
+from restorekv.model.prompt import Context, question_ids
+
+Asked = tuple[Context, RaggedCache, str]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer and how it came about.
+
+    `ids` are all that was written, with the EOS. `finish` is "stop" where the model, a stop string or a criterion ended
+    it, "length" where the limit did. `read` counts the tokens of the question with the template around it. With
+    `logprobs` asked for, there is a log-probability for every id, and the likeliest ids with theirs.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    finish: str
+    read: int
+    logprobs: tuple[float, ...] | None = None
+    top: tuple[dict[int, float], ...] | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def ask(
+    model: PreTrainedModel, tokenizer: Tokenizer, context: Context, cache: RaggedCache, questions: Sequence[str],
+    max_new_tokens: int | Sequence[int] = 128, answer_prefix: str = "", graph: bool = False,
+) -> list[str]:  # fmt: skip
+    """Returns one greedy answer per question; `cache` itself does not change."""
+    asked = [(context, cache, question) for question in questions]
+    return [each[0].text for each in ask_each(model, tokenizer, asked, max_new_tokens, answer_prefix, graph)]
+
+
+def ask_each(
+    model: PreTrainedModel, tokenizer: Tokenizer, asked: Sequence[Asked],
+    max_new_tokens: int | Sequence[int] = 128, answer_prefix: str = "", graph: bool = False,
+    decoding: Decoding = GREEDY,
+) -> list[list[Answer]]:  # fmt: skip
+    """Returns the answers to each question, as many as `decoding` asks samples of, from its context and cache.
+
+    `max_new_tokens` is one limit or one per question; `graph` makes every token's step the same work, on a GPU a CUDA
+    graph (decode_graph.py), and is for greedy answers.
+    """
+    if graph and not decoding.plain:
+        raise RestoreKVError("graph=True takes the likeliest token alone; leave it or the other options out.")
+    limits, samples = generate.limits_of(max_new_tokens, len(asked)), decoding.samples
+    prompts = [question_ids(tokenizer, context, question, answer_prefix)[0] for context, _, question in asked]
+    repeated = [number for number in range(len(asked)) for _ in range(samples)]
+    read = (torch.cat([asked[number][0].ids[0], prompts[number]])[None] for number in repeated)
+    stops, seeds = (
+        generate.stop_ids(model, tokenizer),
+        [decoding.seed + place % samples for place in range(len(repeated))],
+    )
+    rows = rows_of(decoding, tokenizer, read, seeds, stops)
+    caches, own = [asked[number][1] for number in repeated], [limits[number] for number in repeated]
+    ids = generate.answer_ids(model, tokenizer, caches, [prompts[n] for n in repeated], own, graph=graph, rows=rows)
+    answers = [
+        answer_of(tokenizer, written.tolist(), stops, len(prompts[number]), rows and rows[place])
+        for place, (number, written) in enumerate(zip(repeated, ids, strict=True))
+    ]
+    return [answers[start : start + samples] for start in range(0, len(answers), samples)]
+
+
+def answer_of(tokenizer: Tokenizer, ids: list[int], stops: set[int], read: int, row: Row | None) -> Answer:
+    """Returns what was written as an Answer, whose text starts with no space and ends before any stop string."""
+    text = generate.answer_text(tokenizer, ids, stops)
+    cut = found(row.decoding.stop, text) if row else None
+    finish = "stop" if ids[-1] in stops or cut is not None or (row and row.ends()) else "length"
+    wants = row is not None and row.decoding.logprobs is not None
+    more = (tuple(row.logprobs), tuple(row.top)) if wants else ()
+    return Answer(text[:cut].lstrip(), tuple(ids), finish, read, *more)
+
+
+def stream(
+    model: PreTrainedModel, tokenizer: Tokenizer, asked: Asked, max_new_tokens: int = 128, answer_prefix: str = "",
+    decoding: Decoding = GREEDY,
+) -> Iterator[str]:  # fmt: skip
+    """Returns an iterator over the pieces of an answer, which together are its text."""
+    context, cache, question = asked
+    if decoding.samples > 1:
+        raise RestoreKVError("Only one answer can be streamed; leave out samples.")
+    prompt, stops = question_ids(tokenizer, context, question, answer_prefix)[0], generate.stop_ids(model, tokenizer)
+    rows = rows_of(decoding, tokenizer, [torch.cat([context.ids[0], prompt])[None]], [decoding.seed], stops)
+    written = generate.tokens(model, tokenizer, cache, [prompt], generate.limits_of(max_new_tokens, 1), rows=rows)
+    return pieces(tokenizer, (token for _, token in written), stops, decoding.stop)
+
+
+def pieces(tokenizer: Tokenizer, written: Iterable[int], stops: set[int], stop: Sequence[str] = ()) -> Iterator[str]:
+    """Yields the text of a growing answer as soon as it is certain: whole characters, and no part of a stop string."""
+    ids, sent, text = [], 0, ""
+    for token in written:
+        ids.append(token)
+        whole = generate.answer_text(tokenizer, ids, stops)
+        text = whole[: found(stop, whole)].lstrip()
+        certain = len(text) - held_back(text, stop)
+        if certain > sent and not text.endswith("\ufffd"):
+            yield text[sent:certain]
+            sent = certain
+    if len(text) > sent:
+        yield text[sent:]
+
+
+def held_back(text: str, stop: Sequence[str]) -> int:
+    """Returns how many characters at the end of a text may be the start of a stop string."""
+    lengths = (size for each in stop for size in range(1, len(each)) if text.endswith(each[:size]))
+    return max(lengths, default=0)
+
+
+def generate_inputs(
+    tokenizer: Tokenizer, context: Context, cache: RaggedCache, question: str, answer_prefix: str = "",
+    plain: bool = False,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Returns inputs for model.generate(..., past_key_values=cache.fork()), or cache.to_dynamic_cache() if `plain`.
+
+    As always with a filled cache, ids and mask span everything seen: context, one placeholder per restore token or
+    position of an offset, question. A plain cache has seen only what it holds: placeholders stand for that, and
+    positions say where the question goes on. The answer is result[:, input_ids.shape[1]:].
+    """
+    asked = question_ids(tokenizer, context, question, answer_prefix)
+    placeholder = tokenizer.pad_token_id or 0
+    if plain:
+        held, first = cache.layers[0].bounds[1] + cache.restore, cache.get_seq_length()
+        ids = torch.cat([asked.new_full((1, held), placeholder), asked], -1)
+        positions = torch.cat([torch.arange(held), torch.arange(first, first + asked.shape[1])])[None]
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions}
+    between = cache.positions - context.positions + cache.restore
+    ids = torch.cat([context.ids, asked.new_full((1, between), placeholder), asked], -1)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

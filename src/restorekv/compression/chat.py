@@ -1,0 +1,212 @@
+"""Conversations over a compressed context: the turns stay in the dense tail, and no token is read twice.
+
+The tail holds what the chat template makes of the whole conversation: the document and the first question are the
+user's first message, and later turns follow as they were read and written. What a template would change about earlier
+turns afterwards, such as dropping their thoughts, stays.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, Unpack
+
+import torch
+
+from restorekv.compression import generate
+from restorekv.compression.answers import Answer, answer_of, pieces
+from restorekv.compression.context_file import digest
+from restorekv.compression.sampling import Decoding, DecodingOptions, rows_of
+from restorekv.errors import CacheFileError, RestoreKVError
+from restorekv.files import has_type, read_json, write_json
+from restorekv.model.prefill import prefill
+from restorekv.model.prompt import between_turns, encode
+
+if TYPE_CHECKING:
+    from restorekv.compression.context import CompressedContext
+
+FORMAT, VERSION = "restorekv-chat", 1
+SAVED = {"question": str, "answer": str, "read": list[int], "written": list[int]}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A question and its answer: the ids that were read for it, and seconds to the first token and the last."""
+
+    question: str
+    answer: Answer
+    read: tuple[int, ...]
+    seconds: tuple[float, float] = (0.0, 0.0)
+
+
+@dataclass
+class Chat:
+    """A conversation over `document`. `system` is said once, between the text and the first question.
+
+    A system message in its usual place is a matter of compressing: `compress(..., system=...)`.
+    """
+
+    document: CompressedContext
+    system: str = ""
+    turns: list[Turn] = field(default_factory=list)
+    folded: int = 0  # turns that are part of the document by now
+
+    def __post_init__(self) -> None:
+        self.cache = self.document.cache.fork()
+
+    def ask(
+        self, question: str, max_new_tokens: int = 512, stream: bool = False, **options: Unpack[DecodingOptions]
+    ) -> str | Iterator[str]:
+        """Returns the answer, or an iterator over its pieces, and remembers both.
+
+        `options` are those of `Decoding`. A turn that is broken off, by an error or by leaving the iterator, has not
+        happened.
+        """
+        decoding = Decoding.make(**options)
+        if decoding.samples > 1:
+            raise RestoreKVError("A conversation has one answer to a question; fork it for several.")
+        ids = self.question_ids(question)
+        generate.limits_of(max_new_tokens, 1)
+        answer = self.answered(question, ids, max_new_tokens, decoding)
+        if stream:
+            return answer
+        for _ in answer:
+            pass
+        return self.turns[-1].answer.text
+
+    def answered(self, question: str, ids: list[int], limit: int, decoding: Decoding) -> Iterator[str]:
+        """Yields the pieces of an answer and adds the turn at the end."""
+        document, columns, written = self.document, self.columns, []
+        stops = generate.stop_ids(document.model, document.tokenizer)
+        start, times = time.perf_counter(), []
+        said = torch.tensor([*document.context.ids[0].tolist(), *self.ids(), *ids])[None]
+        rows = rows_of(decoding, document.tokenizer, [said], [decoding.seed], stops)
+        batch = generate.padded(document.model, [self.cache], [torch.tensor(ids)])
+        steps = generate.decode(document.model, self.cache, batch, [limit], stops, rows=rows)
+
+        def tokens() -> Iterator[int]:
+            for _, token in steps:
+                times.append(time.perf_counter() - start)
+                written.append(token)
+                yield token
+
+        try:
+            yield from pieces(document.tokenizer, tokens(), stops, decoding.stop)
+        except BaseException:
+            self.cut_to(columns)
+            raise
+        answer = answer_of(document.tokenizer, written, stops, len(ids), rows and rows[0])
+        self.turns.append(Turn(question, answer, tuple(ids), (times[0], times[-1])))
+
+    def question_ids(self, question: str) -> list[int]:
+        """Returns what the model reads next: what it wrote last and has not read, the template's text, the question."""
+        document = self.document
+        if not isinstance(question, str) or not question.strip():
+            raise RestoreKVError("A question is text that is not empty; ask something.")
+        tokenizer, context = document.tokenizer, document.context
+        if not self.turns:
+            system = self.system if self.system != document.manifest.system else ""
+            first = context.between + (system + (context.between or "\n\n") if system else "") + question
+            return encode(tokenizer, first, after=context.suffix_text)[0].tolist()
+        ids = encode(tokenizer, question, between_turns(tokenizer), context.suffix_text)[0].tolist()
+        last = self.turns[-1].answer.ids[-1]
+        return ids if last in generate.stop_ids(document.model, tokenizer) else [last, *ids]
+
+    def ids(self) -> list[int]:
+        """Returns the ids that the tail holds: all that was read and written, but the last id of every answer."""
+        return [each for turn in self.turns[self.folded :] for each in (*turn.read, *turn.answer.ids[:-1])]
+
+    @property
+    def columns(self) -> int:
+        """Columns of the tail, the restore cache included."""
+        return self.cache.layers[0].columns
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the conversation's own keys and values, without the document's."""
+        return sum(x[:, :, layer.restore :].nbytes for layer in self.cache.layers for x in layer.pair)
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The turns as a list of messages with role and content."""
+        pairs = ((("user", turn.question), ("assistant", turn.answer.text)) for turn in self.turns)
+        return [{"role": role, "content": content} for pair in pairs for role, content in pair]
+
+    def cut_to(self, columns: int) -> None:
+        """Drops all but the first columns of the tail."""
+        if self.columns > columns:
+            self.cache.crop(columns - self.columns)
+
+    def undo(self, turns: int = 1) -> None:
+        """Takes back the latest turns."""
+        if not 1 <= turns <= len(self.turns) - self.folded:
+            raise RestoreKVError(
+                f"There are {len(self.turns) - self.folded} turns that can be taken back, not {turns}."
+            )
+        dropped = self.turns[-turns:]
+        self.cut_to(self.columns - sum(len(turn.read) + len(turn.answer.ids) - 1 for turn in dropped))
+        del self.turns[-turns:]
+
+    def fork(self) -> Self:
+        """Returns a conversation that goes on from here by itself."""
+        other = copy.copy(self)
+        other.turns, other.cache = list(self.turns), self.cache.fork()
+        for new, old in zip(other.cache.layers, self.cache.layers, strict=True):
+            new.keys, new.values = (x.clone() for x in old.pair)
+        return other
+
+    def fold(self, **options: Any) -> None:
+        """Compresses the turns so far as `document.append` does, whose options these are; they cannot be undone."""
+        if not self.ids():
+            return
+        self.document = self.document.grown(torch.tensor([self.ids()]), **options)
+        self.cache, self.folded = self.document.cache.fork(), len(self.turns)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the turns as JSON, all or nothing; `load` reads them once more over the same document."""
+        if self.folded:
+            raise RestoreKVError("Folded turns are part of the document; save chat.document instead.")
+        turns = [
+            {"question": turn.question, "answer": turn.answer.text, "read": turn.read, "written": turn.answer.ids}
+            for turn in self.turns
+        ]
+        of = digest(self.document.cache, self.document.context)
+        content = {"format": FORMAT, "version": VERSION, "document": of, "system": self.system, "turns": turns}
+        write_json(Path(path), content)
+
+    @classmethod
+    def load(cls, path: str | Path, document: CompressedContext) -> Self:
+        """Goes on with a conversation that was saved; refuses one over another document and damaged files."""
+        content = read_json(Path(path), str(path))
+        check_saved(path, content, document)
+        chat, stops = cls(document, content["system"]), generate.stop_ids(document.model, document.tokenizer)
+        for turn in content["turns"]:
+            answer = answer_of(document.tokenizer, turn["written"], stops, len(turn["read"]), None)
+            chat.turns.append(Turn(turn["question"], replace(answer, text=turn["answer"]), tuple(turn["read"])))
+        if chat.turns:
+            prefill(document.model, torch.tensor([chat.ids()]), into=chat.cache)
+        return chat
+
+
+def check_saved(path: str | Path, content: object, document: CompressedContext) -> None:
+    """Refuses what `save` did not write for this document."""
+    if not isinstance(content, dict) or content.get("format") != FORMAT or content.get("version") != VERSION:
+        raise CacheFileError(f"{path} is no conversation of this restorekv; give a file that /save or chat.save wrote.")
+    if content.get("document") != digest(document.cache, document.context):
+        raise CacheFileError(f"{path} is a conversation over another document; give that document's cache file.")
+    turns, vocabulary = content.get("turns"), document.model.get_input_embeddings().weight.shape[0]
+    sound = isinstance(content.get("system"), str) and isinstance(turns, list)
+    for turn in turns if sound else ():
+        sound &= isinstance(turn, dict) and set(turn) == set(SAVED) and all(has_type(turn[n], SAVED[n]) for n in SAVED)
+        sound = (
+            sound and bool(turn["read"] and turn["written"]) and in_range(turn["read"] + turn["written"], vocabulary)
+        )
+    if not sound:
+        raise CacheFileError(f"{path} is damaged; its turns are not what chat.save writes.")
+
+
+def in_range(ids: Sequence[int], vocabulary: int) -> bool:
+    return min(ids) >= 0 and max(ids) < vocabulary

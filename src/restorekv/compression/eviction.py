@@ -1,0 +1,196 @@
+"""Eviction by scores, the compressor that `compress` makes unless told otherwise, and the adapter that goes with it.
+
+prepare    prefill, score every pair, append the restore cache while the full cache is still there
+evict      B = floor(r * T_b * L * H) -> the evictor keeps the B - n*L*H best pairs, the rest is dropped
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv import evictors, spec
+from restorekv.compression.attention_matching.method import AttentionMatching
+from restorekv.compression.budget import Budget, OnSmallBudget, PrefixPolicy
+from restorekv.compression.prepared import (
+    CompressionConfig,
+    Compressor,
+    PreparedContext,
+    Progress,
+    RestoreFrom,
+    ScoredContext,
+    timed,
+)
+from restorekv.compression.streaming import StreamedContext, parts
+from restorekv.errors import AdapterError, RestoreKVError, warn
+from restorekv.model import attention
+from restorekv.model.load import SHIPPING, canonical, model_name, shipped_path
+from restorekv.model.observer import observe_layers
+from restorekv.model.offload import offloaded
+from restorekv.model.prefill import prefill
+from restorekv.model.prompt import Context, make_context, tell_beyond
+from restorekv.model.shape import CacheShape
+from restorekv.restore import publish
+from restorekv.restore.adapter import RestoreAdapter
+
+METHODS: dict[str, type[Compressor]] = {"am-fast": AttentionMatching}  # besides eviction by each of the evictors
+
+
+@dataclass(frozen=True)
+class Eviction(Compressor):
+    """An evictor, and an adapter that restores what it loses; `streaming` reads so many tokens at a time.
+
+    Without `scoring` every pair has the score 0, which is enough where all of them stay.
+    """
+
+    evictor: evictors.Evictor
+    adapter: RestoreAdapter | None = None
+    conventions: CompressionConfig = CompressionConfig()
+    streaming: int | None = None
+    scoring: bool = True
+    restores: ClassVar[bool] = True
+    any_config: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.adapter and self.conventions.offset:
+            raise RestoreKVError("An offset is a control without restore states; leave out the adapter or the offset.")
+        if self.streaming is not None and not self.evictor.streams:
+            why = f"{self.evictor.name} scores a context as a whole"
+            raise RestoreKVError(f"{why}; leave out streaming or use another evictor.")
+
+    @classmethod
+    def make(
+        cls, evictor: str, adapter: RestoreAdapter | None = None, *, prefix_policy: PrefixPolicy = "free",
+        on_small_budget: OnSmallBudget = "error", allocation: str = "global", restore_from: RestoreFrom = "full",
+        offset: int = 0,
+    ) -> Eviction:  # fmt: skip
+        """Makes an eviction from an evictor's spec and the settings of `CompressionConfig`."""
+        if evictor.partition(":")[0] in METHODS:
+            raise RestoreKVError(f"{evictor} is no evictor: it restores nothing, so there is nothing to train for it.")
+        conventions = CompressionConfig(prefix_policy, on_small_budget, allocation, restore_from, offset)
+        return cls(evictors.make(evictor), adapter, conventions)
+
+    @property
+    def spec(self) -> str:
+        """The evictor's."""
+        return self.evictor.spec
+
+    def identity(self, model: PreTrainedModel) -> str:
+        """Returns the evictor's identity."""
+        return self.evictor.identity(model)
+
+    def as_published(self, prefix: int) -> Eviction:
+        """Returns the same eviction with the evictor's authors' settings."""
+        return replace(self, evictor=self.evictor.as_published(prefix))
+
+    def suited_to(self, context: Context) -> Eviction:
+        """Returns an eviction that does not stream where the context fits into one part."""
+        streams = self.streaming is not None and len(parts(self.evictor, context, self.streaming)) > 1
+        return self if streams else replace(self, streaming=None)
+
+    def for_budget(self, budget: Budget) -> Eviction:
+        """Returns an eviction that scores nothing where everything stays."""
+        return replace(self, scoring=budget.ratio < 1 or budget.restore_tokens > 0)
+
+    def prepare(
+        self, model: PreTrainedModel, tokenizer: Tokenizer, context: str | Context, progress: Progress | None = None,
+        offload: bool = False,
+    ) -> PreparedContext:  # fmt: skip
+        """Does prefill, scores and, with an adapter, the restore pass; a context that streams is left to `evict`."""
+        tell = progress or (lambda phase: None)
+        if isinstance(context, str):
+            context = make_context(tokenizer, context)
+        tell_beyond(model, context.positions, "The context")
+        if self.streaming is not None:
+            how = self.evictor, self.conventions, self.streaming, self.adapter
+            return StreamedContext(model, tokenizer, context, *how, tell)
+        if offload and not self.evictor.offloads:
+            raise RestoreKVError(f"{self.evictor.name} makes a full cache of its own in memory; leave out offload.")
+        attention.install(model)
+        seconds: dict[str, float] = {}
+        with torch.no_grad():
+            tell("prefill")
+            observer = self.evictor.observer(model, context) if self.scoring else None
+            observing = observe_layers(model, observer.on_layer) if observer else nullcontext()
+            with timed(seconds, "prefill"), observing:
+                full = prefill(model, context.ids, into=offloaded(model, context.positions) if offload else None)
+            if self.scoring:
+                tell("score")
+                with timed(seconds, "score"):
+                    scores = self.evictor.score(model, tokenizer, context, full, observer)
+            else:
+                shape = CacheShape.of(model)
+                scores = torch.zeros(shape.layers, shape.heads, context.tokens, device=model.device)
+        prepared = ScoredContext(model, context, full, scores, self.conventions, seconds=seconds)
+        if self.adapter is None:
+            return prepared
+        tell("restore")
+        return prepared.with_restore_cache(self.adapter)
+
+
+def make_compressor(
+    text: str, conventions: CompressionConfig = CompressionConfig(), streaming: int | None = None
+) -> Compressor:
+    """Returns what a spec names: eviction by an evictor, or a method that makes a compact cache of its own."""
+    named = spec.parse(text, {**evictors.EVICTORS, **METHODS}, "evictor")
+    if text.partition(":")[0] not in METHODS:
+        return Eviction(named, None, conventions, streaming)
+    if streaming is not None:
+        raise RestoreKVError(f"{named.name} fits a cache to a full one in memory; leave out streaming.")
+    return replace(named, conventions=conventions)
+
+
+def load_adapter(
+    model: PreTrainedModel, adapter: RestoreAdapter | str | Path | None, compressor: Compressor,
+    restore_tokens: int | None = None,
+    between: str | None = None,
+) -> RestoreAdapter | None:  # fmt: skip
+    """Returns the adapter that `compress` is given or finds (see there), or its first `restore_tokens` as one.
+
+    "tiny:NAME" or "smollm2:NAME" is the one that ships for the evictor NAME, for use with another evictor. Warns where
+    the adapter was trained for another use, which `between` is a part of.
+    """
+    conventions = compressor.conventions
+    if not compressor.restores:
+        if adapter not in (None, "auto"):
+            raise AdapterError(f"{compressor.spec} restores nothing; leave out the adapter.")
+        return None
+    if isinstance(adapter, str):
+        adapter = locate_adapter(model, adapter, compressor)
+    if adapter is None:
+        if conventions.restore_from != "full":
+            raise RestoreKVError("restore_from is about a restore pass, and there is no adapter; give one.")
+        return None
+    if not isinstance(adapter, RestoreAdapter):
+        adapter = RestoreAdapter.from_pretrained(model, adapter)
+    if adapter.model is not model:
+        raise AdapterError("The adapter was made for another model object; load it for this one.")
+    trained_for = conventions.allocation.spec, conventions.restore_from, conventions.prefix_policy, between
+    adapter.check_use(compressor.identity(model), *trained_for)
+    return adapter if restore_tokens is None else adapter.first(restore_tokens)
+
+
+def locate_adapter(model: PreTrainedModel, name: str, compressor: Compressor) -> str | Path | None:
+    """Returns the folder or hub id that a name stands for, None where "auto" finds no adapter."""
+    if name == "published":
+        return publish.published_name(model_name(model), compressor.spec)
+    if name != "auto":
+        return shipped_adapter(*name.split(":", 1)) or name if ":" in name else name
+    folder = shipped_adapter(model_name(model), compressor.spec)
+    if folder and compressor.conventions.offset:
+        warn("An offset is a control without restoring: no adapter is used.")
+        return None
+    return folder
+
+
+def shipped_adapter(model: str, evictor: str) -> Path | None:
+    """Returns the folder that ships for the model of that name and this evictor, if one does."""
+    name = canonical(model)
+    folder = shipped_path(name, "adapters", evictor)
+    return folder if name in SHIPPING and evictor and folder.is_dir() else None

@@ -1,0 +1,226 @@
+"""How the next token is chosen: greedily, or by transformers' own logits processors and a seed for every row.
+
+Every row of a batch has processors, ids and a random generator of its own, so that an answer does not depend on what
+else is in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from math import isfinite
+from typing import Self, TypedDict
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.generation import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from restorekv.compression.constraint import Constraint
+from restorekv.errors import RestoreKVError
+
+TAKEN = {"do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop_strings", "max_new_tokens",
+         "num_return_sequences", "eos_token_id", "bos_token_id", "pad_token_id", "transformers_version",
+         "_from_model_config", "use_cache", "max_length"}  # fmt: skip
+
+
+class DecodingOptions(TypedDict, total=False):
+    """The fields of `Decoding`, as `ask`, `ask_many` and `chat` take them."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    seed: int
+    samples: int
+    stop: str | Sequence[str]
+    logprobs: int | None
+    json_schema: str | dict | None
+    regex: str | None
+    processors: Sequence[LogitsProcessor]
+    criteria: Sequence[StoppingCriteria]
+    config: GenerationConfig | None
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How answers are written; greedily unless `temperature` is above 0.
+
+    `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` are transformers' and are applied in its order;
+    the penalty counts the whole context. A row's random numbers follow from `seed` alone; `samples` answers to one
+    question take `seed`, `seed + 1` and so on. An answer ends before the first of the strings `stop`. `logprobs`
+    records the log-probability of every token, and of so many likeliest ones, before any processing. `json_schema` (a
+    dict or JSON) and `regex` allow only texts that match; they need the extra `constrained`. `processors` and
+    `criteria` are further ones of transformers', which must keep no state. `config`, where one is given, says what
+    GenerationConfig and these fields have in common.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    samples: int = 1
+    stop: str | Sequence[str] = ()
+    logprobs: int | None = None
+    json_schema: str | dict | None = None
+    regex: str | None = None
+    processors: Sequence[LogitsProcessor] = ()
+    criteria: Sequence[StoppingCriteria] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        checks = {
+            "temperature": (self.temperature >= 0 and isfinite(self.temperature), "a number of at least 0"),
+            "top_p": (0 < self.top_p <= 1, "a number above 0, at most 1"),
+            "top_k": (self.top_k >= 0, "a number of tokens, 0 for all"),
+            "min_p": (0 <= self.min_p <= 1, "a number from 0 to 1"),
+            "repetition_penalty": (self.repetition_penalty > 0, "a number above 0"),
+            "seed": (type(self.seed) is int and 0 <= self.seed < 2**63 - self.samples, "a number from 0 to 2^63"),
+            "samples": (type(self.samples) is int and self.samples >= 1, "a number of at least 1"),
+            "stop": (
+                all(isinstance(each, str) and each for each in self.stop),
+                "one or more strings that are not empty",
+            ),
+            "logprobs": (self.logprobs is None or 0 <= self.logprobs <= 100, "a number of tokens from 0 to 100"),
+            "regex": (self.regex is None or self.json_schema is None, "for an answer without a json_schema"),
+        }
+        for name, (holds, wanted) in checks.items():
+            if not holds:
+                raise RestoreKVError(f"{name} is {wanted}, not {getattr(self, name)!r}.")
+
+    @classmethod
+    def make(cls, config: GenerationConfig | None = None, **options: object) -> Self:
+        """Makes one from options by name; refuses unknown ones. Options win over those of `config`."""
+        known = [each.name for each in fields(cls)]
+        for name in options:
+            if name not in known:
+                near = get_close_matches(name, known, 1)
+                hint = f"did you mean {near[0]}?" if near else f"use some of {', '.join(known)}."
+                raise RestoreKVError(f"There is no option {name}; {hint}")
+        return cls(**{**(taken_from(config) if config else {}), **options})
+
+    @property
+    def plain(self) -> bool:
+        """Whether the likeliest token is all that is needed."""
+        return self == Decoding(seed=self.seed, samples=self.samples)
+
+    def warpers(self) -> LogitsProcessorList:
+        """Returns transformers' processors, in the order in which its `generate` applies them."""
+        chosen: list[LogitsProcessor] = []
+        if self.repetition_penalty != 1:
+            chosen.append(RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty)))
+        chosen += self.processors
+        if not self.temperature:
+            return LogitsProcessorList(chosen)
+        if self.temperature != 1:
+            chosen.append(TemperatureLogitsWarper(float(self.temperature)))
+        if self.top_k:
+            chosen.append(TopKLogitsWarper(self.top_k))
+        if self.top_p < 1:
+            chosen.append(TopPLogitsWarper(self.top_p))
+        if self.min_p:
+            chosen.append(MinPLogitsWarper(self.min_p))
+        return LogitsProcessorList(chosen)
+
+
+GREEDY = Decoding()
+
+
+def taken_from(config: GenerationConfig) -> dict[str, object]:
+    """Returns the options that a GenerationConfig sets; refuses what this loop does not do."""
+    given = {name: value for name, value in config.to_diff_dict().items() if value is not None}
+    if strange := sorted(given.keys() - TAKEN):
+        raise RestoreKVError(f"ask does not know {strange[0]} of a GenerationConfig; use generate, transformers' own.")
+    names = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": 0.0} if given.get("do_sample") else {}
+    options = {name: given.get(name, default) for name, default in names.items()}
+    renamed = {"repetition_penalty": "repetition_penalty", "stop_strings": "stop", "num_return_sequences": "samples"}
+    return options | {ours: given[theirs] for theirs, ours in renamed.items() if theirs in given}
+
+
+@dataclass
+class Row:
+    """Chooses the tokens of one answer. `ids` (1, length) are all that the model has read, the answer included.
+
+    `logprobs` holds the log-probability of every chosen token, `top` the likeliest ids and theirs.
+    """
+
+    decoding: Decoding
+    tokenizer: Tokenizer
+    ids: Tensor
+    seed: int
+    constraint: Constraint | None = None
+    logprobs: list[float] = field(default_factory=list)
+    top: list[dict[int, float]] = field(default_factory=list)
+    answer: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.random = torch.Generator().manual_seed(self.seed)
+        self.warpers, self.criteria = self.decoding.warpers(), StoppingCriteriaList(self.decoding.criteria)
+
+    def choose(self, logits: Tensor) -> int:
+        """Returns the next id; logits (V,) are the model's."""
+        logits = logits.detach().cpu().float()[None]
+        allowed = self.constraint.allow(logits) if self.constraint else logits
+        scores = self.warpers(self.ids, allowed.clone())
+        if self.decoding.temperature:
+            token = int(torch.multinomial(scores.softmax(-1)[0], 1, generator=self.random))
+        else:
+            token = int(scores.max(-1).indices)
+        if self.decoding.logprobs is not None:
+            self.record(logits[0].log_softmax(-1), token)
+        if self.constraint:
+            self.constraint.take(token)
+        self.answer.append(token)
+        self.ids = torch.cat([self.ids, torch.tensor([[token]])], -1)
+        return token
+
+    def record(self, logprobs: Tensor, token: int) -> None:
+        self.logprobs.append(float(logprobs[token]))
+        best = logprobs.topk(self.decoding.logprobs)
+        self.top.append(dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
+
+    def ends(self) -> bool:
+        """Whether a stop string, the criteria or the constraint end the answer here."""
+        if self.constraint and self.constraint.complete:
+            return True
+        if self.decoding.stop and found(self.decoding.stop, self.tokenizer.decode(self.answer)) is not None:
+            return True
+        return bool(self.criteria) and bool(self.criteria(self.ids, None).all())
+
+
+def rows_of(
+    decoding: Decoding, tokenizer: Tokenizer, read: Iterable[Tensor], seeds: Sequence[int], stops: set[int]
+) -> list[Row] | None:
+    """Returns a chooser for each row, which has read ids (1, length), or None where the likeliest token is chosen."""
+    if decoding.plain:
+        return None
+    return [
+        Row(
+            decoding,
+            tokenizer,
+            ids.cpu(),
+            seed,
+            Constraint.make(tokenizer, decoding.json_schema, decoding.regex, stops),
+        )
+        for ids, seed in zip(read, seeds, strict=True)
+    ]
+
+
+def found(stop: Sequence[str], text: str) -> int | None:
+    """Returns where the first of the strings starts in a text, None where there is none."""
+    return min((place for each in stop if (place := text.find(each)) >= 0), default=None)

@@ -1,0 +1,76 @@
+"""`chat`, `append`, `compose` and the sampling flags of `ask` do what the library does."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from restorekv import CompressedContext, compose
+from restorekv.model.load import load_model
+from tests.helpers.cli_world import QUESTION, World, build_world, cli
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, tiny_tokenizer) -> World:
+    return build_world(tmp_path_factory.mktemp("world"), tiny_tokenizer)
+
+
+@pytest.fixture(scope="module")
+def document(world) -> CompressedContext:
+    return CompressedContext.load(world.cache, *load_model(world.model))
+
+
+def test_a_conversation_in_a_pipe(world, document, tmp_path):
+    lines = [QUESTION, "and the house?", "/undo", "", "/history", f"/save {tmp_path / 'c.json'}", "/never", "/help"]
+    options = ("--model", world.model, "--max-new-tokens", 6)
+    result = cli("chat", world.cache, *options, stdin="\n".join([*lines, "/fold", "who?"]).encode())
+    assert result.code == 0
+    chat = document.chat()
+    first, second = chat.ask(QUESTION, 6), chat.ask("and the house?", 6)
+    chat.undo()
+    said = f"{first}\n{second}\nuser: {QUESTION}\nassistant: {first}\n"
+    chat.fold(adapter=None)
+    assert result.out.startswith(said)
+    for part in ("read ", "the conversation holds", "Took one turn back; 1 are left", "no command /never", "/fold"):
+        assert part in " ".join(result.err.split())
+    again = cli("chat", world.cache, *options, "--continue", tmp_path / "c.json", stdin=b"and the house?\n/quit\nno")
+    assert again.out == f"{second}\n"
+
+
+@pytest.mark.parametrize(
+    "words, message", [
+        (("--continue", "none.json"), "none.json"), (("--continue", "text"), "text"),
+        (("--continue", "x", "--system", "y"), "leave it out"), (("--top-p", 0), "top_p is"),
+    ],
+)  # fmt: skip
+def test_chat_refuses_with_a_sentence(world, words, message):
+    words = [world.text if word == "text" else word for word in words]
+    result = cli("chat", world.cache, "--model", world.model, *words, stdin=b"hi")
+    assert result.code == 1 and result.err.startswith("error:") and message in result.err and result.out == ""
+
+
+def test_append_and_compose_write_what_the_library_makes(world, document, tmp_path):
+    options = ("--model", world.model, "--adapter", "none", "-o", tmp_path / "grown.rkv")
+    text = Path(world.text).read_text()
+    assert cli("append", world.cache, world.text, "--restore", "none", *options).code == 0
+    grown = CompressedContext.load(tmp_path / "grown.rkv", document.model, document.tokenizer)
+    assert grown.ask(QUESTION, 6) == document.append(text, restore="none").ask(QUESTION, 6)
+    both = cli("compose", world.cache, tmp_path / "grown.rkv", "--model", world.model, "-o", tmp_path / "both.rkv")
+    assert both.code == 0 and "seconds" in both.out
+    loaded = CompressedContext.load(tmp_path / "both.rkv", document.model, document.tokenizer)
+    assert loaded.ask(QUESTION, 6) == compose([document, grown]).ask(QUESTION, 6)
+    wrong = cli("append", world.cache, world.text, "--restore", "all", *options)
+    assert wrong.code == 1 and "--restore is one of last, every, none" in wrong.err
+
+
+def test_sampled_and_constrained_answers(world, document, tmp_path):
+    hot = ("--temperature", 1.3, "--top-k", 30, "--seed", 5, "--max-new-tokens", 8, "--model", world.model)
+    expected = document.ask(QUESTION, 8, temperature=1.3, top_k=30, seed=5)
+    assert cli("ask", world.cache, QUESTION, *hot).out == f"{expected}\n"
+    schema = tmp_path / "schema.json"
+    schema.write_text(json.dumps({"enum": ["yes", "no"]}))
+    pytest.importorskip("llguidance")
+    answer = cli("ask", world.cache, QUESTION, "--json-schema", schema, "--model", world.model).out
+    assert json.loads(answer) in ("yes", "no")
+    broken = cli("ask", world.cache, QUESTION, "--json-schema", world.text, "--model", world.model)
+    assert broken.code == 1 and broken.err.startswith("error:")

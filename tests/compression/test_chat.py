@@ -1,0 +1,182 @@
+"""Conversations: what the template makes of all turns, read once; undo, fork, fold, files."""
+
+import asyncio
+import json
+
+import pytest
+import torch
+
+from restorekv import Chat, compress
+from restorekv.compression.generate import stop_ids
+from restorekv.errors import CacheFileError, RestoreKVError
+from tests.compression.test_compressor import QUESTIONS, TEXT, make_adapter
+from tests.helpers.models import build_model
+
+
+def small_of(tokenizer, family="qwen3", **options):
+    model = build_model(family)
+    return compress(model, tokenizer, TEXT, **{"ratio": 0.4, "adapter": make_adapter(model), **options})
+
+
+@pytest.fixture
+def small(tiny_tokenizer):
+    return small_of(tiny_tokenizer)
+
+
+def tail_ids(chat):
+    return [*chat.ids(), *chat.turns[-1].answer.ids[-1:]]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("system", ["", "Be brief."])
+def test_the_whole_conversation_is_what_the_template_makes_of_it(tiny_tokenizer, family, system):
+    """Ids and greedy answers are those of the whole conversation, read at once over the same cache."""
+    small = small_of(tiny_tokenizer, family, system=system, between="\n\n")
+    chat = small.chat()
+    for number, question in enumerate(QUESTIONS):
+        answer = chat.ask(question, 8)
+        said = [{"role": "system", "content": system}] * bool(system)
+        first = f"{TEXT}\n\n{QUESTIONS[0]}"
+        turns = [(first if n == 0 else QUESTIONS[n], chat.turns[n].answer.text) for n in range(number + 1)]
+        for asked, written in turns:
+            said += [{"role": "user", "content": asked}, {"role": "assistant", "content": written}]
+        rendered = tiny_tokenizer.apply_chat_template(said[:-1], tokenize=False, add_generation_prompt=True)
+        read = [*small.context.ids[0].tolist(), *chat.ids()][: len(small.context.ids[0]) + chat_read(chat)]
+        assert tiny_tokenizer.decode(read) == rendered
+        with torch.no_grad():
+            ids = torch.tensor([tail_ids(chat)])
+            logits = small.model(ids, past_key_values=small.cache.fork(), use_cache=True).logits[0]
+        written = len(chat.turns[-1].answer.ids)
+        assert logits[-written - 1 : -1].argmax(-1).tolist() == list(chat.turns[-1].answer.ids)
+        assert answer == chat.messages[-1]["content"]
+
+
+def chat_read(chat):
+    """The tail's ids up to the latest answer."""
+    return len(chat.ids()) - len(chat.turns[-1].answer.ids) + 1
+
+
+def test_no_token_is_read_twice(small):
+    read = []
+
+    def count(module, args, options):
+        read.append(options["input_ids"].shape[1])
+
+    hook = small.model.register_forward_pre_hook(count, with_kwargs=True)
+    chat = small.chat()
+    for question in QUESTIONS:
+        read.clear()
+        chat.ask(question, 6)
+        assert sum(read) == len(chat.turns[-1].read) + len(chat.turns[-1].answer.ids) - 1
+    hook.remove()
+    assert chat.columns == small.cache.restore + len(chat.ids())
+    assert small.cache.layers[0].columns == small.cache.restore  # the document itself never grew
+
+
+def test_an_eos_is_read_once(small):
+    """After an answer that ended by itself, the template's end of a turn is that token and does not come twice."""
+    chat = small.chat()
+    chat.ask(QUESTIONS[0], 6)
+    first = chat.turns[0].answer.ids[0]
+    small.model.generation_config.eos_token_id = [first]
+    chat = small.chat()
+    chat.ask(QUESTIONS[0], 6)
+    assert chat.turns[0].answer.ids == (first,) and chat.turns[0].answer.finish == "stop"
+    ids = chat.question_ids("And?")
+    assert first in stop_ids(small.model, small.tokenizer) and ids[0] == 2  # <|im_end|>, of the template
+
+
+def test_undo_and_fork(small):
+    chat = small.chat()
+    answers = [chat.ask(question, 6) for question in QUESTIONS]
+    branch = chat.fork()
+    chat.undo(2)
+    assert [chat.ask(question, 6) for question in QUESTIONS[1:]] == answers[1:]
+    assert branch.ask("Green?", 6) == chat.ask("Green?", 6)
+    branch.undo()
+    assert len(branch.turns) == 3 and len(chat.turns) == 4
+    with pytest.raises(RestoreKVError, match="4 turns that can be taken back, not 5"):
+        chat.undo(5)
+
+
+def test_a_turn_that_is_broken_off_has_not_happened(small):
+    chat = small.chat()
+    chat.ask(QUESTIONS[0], 6)
+    columns = chat.columns
+    pieces = chat.ask(QUESTIONS[1], 20, stream=True)
+    next(pieces)
+    pieces.close()
+    assert chat.columns == columns and len(chat.turns) == 1
+    whole = small.chat()
+    assert [whole.ask(question, 6) for question in QUESTIONS[:2]][1] == chat.ask(QUESTIONS[1], 6)
+
+
+def test_a_saved_conversation_goes_on(small, tmp_path):
+    chat = small.chat(system="Be brief.")
+    for question in QUESTIONS[:2]:
+        chat.ask(question, 6)
+    chat.save(tmp_path / "chat.json")
+    again = Chat.load(tmp_path / "chat.json", small)
+    assert again.messages == chat.messages and again.columns == chat.columns
+    assert again.ask(QUESTIONS[2], 8) == chat.ask(QUESTIONS[2], 8)
+    again.undo(3)
+    assert again.columns == small.cache.restore
+
+
+def test_foreign_and_damaged_conversations_are_refused(small, tiny_tokenizer, tmp_path):
+    path, chat = tmp_path / "chat.json", small.chat()
+    chat.ask(QUESTIONS[0], 4)
+    chat.save(path)
+    with pytest.raises(CacheFileError, match="another document"):
+        Chat.load(path, small_of(tiny_tokenizer, ratio=0.5))
+    content = json.loads(path.read_text())
+    for change in (
+        {"format": "x"}, {"turns": 3}, {"turns": [{}]}, {"system": None},
+        {"turns": [{**content["turns"][0], "read": [10**6]}]}, {"turns": [{**content["turns"][0], "read": [-1]}]},
+        {"turns": [{**content["turns"][0], "written": []}]}, {"turns": [{**content["turns"][0], "question": 1}]},
+    ):  # fmt: skip
+        path.write_text(json.dumps({**content, **change}))
+        with pytest.raises(CacheFileError, match=r"no conversation|damaged"):
+            Chat.load(path, small)
+
+
+def test_folding_frees_the_tail(small):
+    chat = small.chat()
+    for question in QUESTIONS:
+        chat.ask(question, 12)
+    tokens = small.manifest.tokens + len(chat.ids())
+    chat.fold()
+    assert chat.document.manifest.tokens == tokens and chat.ids() == [] and chat.nbytes == 0
+    assert chat.document.manifest.pairs == int(0.4 * tokens * small.cache.lengths.numel())
+    assert chat.ask("Green?", 6) is not None and len(chat.messages) == 8
+    with pytest.raises(RestoreKVError, match="1 turns that can be taken back"):
+        chat.undo(2)
+    with pytest.raises(RestoreKVError, match="Folded turns"):
+        chat.save("never.json")
+
+
+def test_options_and_limits(small):
+    chat = small.chat()
+    hot = {"temperature": 1.5, "seed": 4}
+    first = chat.ask(QUESTIONS[0], 8, **hot)
+    chat.undo()
+    assert "".join(chat.ask(QUESTIONS[0], 8, stream=True, **hot)) == first
+    for wrong, match in (
+        ({"samples": 2}, "one answer"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"top": 1}, "top"),
+    ):
+        with pytest.raises(RestoreKVError, match=match):
+            chat.ask("Who?", **wrong)
+    with pytest.raises(RestoreKVError, match="ask something"):
+        chat.ask(" ")
+    assert len(chat.turns) == 1
+
+
+def test_tasks_of_an_event_loop(small):
+    async def both():
+        answers = await asyncio.gather(*(small.ask_async(question, max_new_tokens=8) for question in QUESTIONS))
+        return answers, [piece async for piece in small.stream_async(QUESTIONS[0], max_new_tokens=8)]
+
+    answers, pieces = asyncio.run(both())
+    assert answers == [small.ask(question, 8) for question in QUESTIONS] and "".join(pieces) == answers[0]

@@ -1,0 +1,163 @@
+"""Sampled answers against transformers' own: processors, distribution, seeds, stops, log-probabilities, grammars."""
+
+import json
+import re
+from dataclasses import fields
+from typing import get_type_hints
+
+import pytest
+import torch
+from transformers import GenerationConfig
+from transformers.generation import StoppingCriteria
+
+from restorekv import ask_many, compress
+from restorekv.compression.sampling import Decoding, DecodingOptions, Row
+from restorekv.errors import RestoreKVError
+from tests.compression.test_compressor import QUESTIONS, TEXT, make_adapter
+from tests.helpers.models import build_model
+
+SETTINGS = [
+    {"temperature": 0.7},
+    {"temperature": 1.0, "top_k": 5},
+    {"temperature": 1.3, "top_p": 0.8},
+    {"temperature": 0.9, "min_p": 0.1},
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.3},
+]
+
+
+@pytest.fixture(scope="module")
+def small(tiny_tokenizer):
+    model = build_model("qwen3")
+    return compress(model, tiny_tokenizer, TEXT, ratio=0.3, adapter=make_adapter(model))
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+def test_scores_are_those_of_generate(small, options):
+    inputs = small.inputs(QUESTIONS[0])
+    config = {"top_k": 0, "top_p": 1.0, **options, "do_sample": True, "max_new_tokens": 1, "pad_token_id": 0}
+    result = small.model.generate(
+        **inputs, past_key_values=small.cache.fork(), return_dict_in_generate=True, output_scores=True,
+        output_logits=True, **config,
+    )  # fmt: skip
+    ours = Decoding.make(**options).warpers()(inputs["input_ids"], result.logits[0].float().clone())
+    assert torch.equal(ours.isinf(), result.scores[0].isinf())
+    torch.testing.assert_close(ours, result.scores[0])
+
+
+def test_draws_follow_the_distribution():
+    """A chi-squared test of 10,000 first tokens, each with a seed of its own."""
+    logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -2.0, -8.0])
+    decoding = Decoding(temperature=0.8, top_k=6)
+    counts = torch.zeros(7)
+    for seed in range(10_000):
+        counts[Row(decoding, None, torch.tensor([[0]]), seed).choose(logits)] += 1
+    expected = (logits[:6] / 0.8).softmax(-1) * 10_000
+    assert counts[6] == 0
+    assert ((counts[:6] - expected) ** 2 / expected).sum() < 20.5  # 5 degrees of freedom: p = 0.001
+
+
+def test_an_answer_depends_on_its_seed_alone(small):
+    hot = {"temperature": 1.5}
+    alone = [small.ask(question, 12, seed=3, **hot) for question in QUESTIONS]
+    assert small.ask(QUESTIONS, 12, seed=3, **hot) == alone
+    assert small.ask(QUESTIONS[::-1], 12, seed=3, **hot) == alone[::-1]
+    assert ask_many([(small, QUESTIONS)], 12, seed=3, **hot) == [alone]
+    drawn = small.ask(QUESTIONS[0], 12, seed=3, samples=3, **hot)
+    assert drawn == [small.ask(QUESTIONS[0], 12, seed=3 + number, **hot) for number in range(3)]
+    assert len(set(drawn)) > 1
+    assert "".join(small.ask(QUESTIONS[0], 12, seed=3, stream=True, **hot)) == alone[0]
+
+
+def test_temperature_zero_is_greedy(small):
+    greedy = small.ask(QUESTIONS, 12)
+    assert small.ask(QUESTIONS, 12, temperature=0, seed=9) == greedy
+    assert small.ask(QUESTIONS, 12, logprobs=0) == greedy
+    assert small.ask(QUESTIONS, 12, temperature=1.0, top_k=1) == greedy
+
+
+def test_stop_strings_end_answers_before_them(small):
+    whole = small.ask(QUESTIONS[0], 20, details=True)
+    stop = whole.text[4:7]
+    assert stop
+    cut = whole.text[: whole.text.index(stop)]
+    stopped = small.ask(QUESTIONS[0], 20, stop=["never there", stop], details=True)
+    assert (stopped.text, stopped.finish) == (cut, "stop") and len(stopped.ids) < len(whole.ids)
+    pieces = list(small.ask(QUESTIONS[0], 20, stop=stop, stream=True))
+    assert "".join(pieces) == cut
+    assert whole.finish == "length" and whole.read == small.inputs(QUESTIONS[0])["input_ids"].shape[1] - (
+        small.cache.get_seq_length()
+    )
+
+
+def test_logprobs_are_the_models(small):
+    answer = small.ask(QUESTIONS[0], 6, details=True, logprobs=4, temperature=1.2, seed=1)
+    asked = small.inputs(QUESTIONS[0])["input_ids"][:, small.cache.get_seq_length() :]
+    ids = torch.cat([asked, torch.tensor([answer.ids])], -1)
+    with torch.no_grad():
+        logits = small.model(ids, past_key_values=small.cache.fork(), use_cache=True).logits[0]
+    expected = logits[asked.shape[1] - 1 : -1].log_softmax(-1)
+    chosen = expected.gather(-1, torch.tensor(answer.ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(answer.logprobs), chosen, atol=1e-4, rtol=1e-4)
+    best = expected.topk(4)
+    assert [list(each) for each in answer.top] == best.indices.tolist()
+
+
+def test_a_generation_config_is_understood(small):
+    config = GenerationConfig(do_sample=True, temperature=0.7, top_p=0.9, top_k=11, num_return_sequences=2)
+    made = Decoding.make(config=config, seed=4)
+    assert made == Decoding(temperature=0.7, top_p=0.9, top_k=11, samples=2, seed=4)
+    assert Decoding.make(config=GenerationConfig(repetition_penalty=1.2)) == Decoding(repetition_penalty=1.2)
+    with pytest.raises(RestoreKVError, match="num_beams"):
+        small.ask(QUESTIONS[0], config=GenerationConfig(num_beams=4))
+
+
+def test_criteria_end_an_answer(small):
+    class Third(StoppingCriteria):
+        def __call__(self, ids, scores, **_):
+            return torch.full((len(ids),), ids.shape[1] >= length + 3)
+
+    length = small.context.positions + small.ask(QUESTIONS[0], 1, details=True).read
+    assert len(small.ask(QUESTIONS[0], 20, criteria=[Third()], details=True).ids) == 3
+
+
+@pytest.mark.parametrize(
+    "wrong", [
+        {"temperature": -1}, {"top_p": 0}, {"top_k": -1}, {"min_p": 2}, {"repetition_penalty": 0}, {"seed": -1},
+        {"samples": 0}, {"stop": [""]}, {"logprobs": 1000}, {"regex": "a", "json_schema": {}},
+    ],
+)  # fmt: skip
+def test_refused_options(small, wrong):
+    with pytest.raises(RestoreKVError, match=f"^{next(iter(wrong))} is"):
+        small.ask(QUESTIONS[0], **wrong)
+
+
+def test_unknown_options_are_refused_by_name(small):
+    with pytest.raises(RestoreKVError, match="no option temprature; did you mean temperature"):
+        small.ask(QUESTIONS[0], temprature=1)
+    with pytest.raises(RestoreKVError, match="graph=True takes the likeliest"):
+        small.ask(QUESTIONS[0], graph=True, temperature=1.0)
+
+
+def test_the_options_of_ask_are_those_of_decoding():
+    names = {each.name for each in fields(Decoding)}
+    assert set(get_type_hints(DecodingOptions)) == names | {"config"}
+
+
+def test_grammars_hold(small):
+    pytest.importorskip("llguidance")
+    answer = small.ask(QUESTIONS[0], 30, regex="[a-c]{2,4} (yes|no)", temperature=2.0, seed=2)
+    assert re.fullmatch("[a-c]{2,4} (yes|no)", answer)
+    schema = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 99}}, "required": ["age"],
+              "additionalProperties": False}  # fmt: skip
+    for seed in range(3):
+        found = json.loads(small.ask(QUESTIONS[0], 60, json_schema=schema, temperature=1.0, seed=seed))
+        assert set(found) == {"age"} and found["age"] <= 99
+    for wrong, what in (({"regex": "("}, "regular expression"), ({"json_schema": '{"type": 3}'}, "JSON schema")):
+        with pytest.raises(RestoreKVError, match=f"The {what} cannot be used"):
+            small.ask(QUESTIONS[0], **wrong)
+
+
+def test_without_llguidance_one_sentence(small, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    with pytest.raises(RestoreKVError, match=r"restorekv\[constrained\]"):
+        small.ask(QUESTIONS[0], regex="a")
