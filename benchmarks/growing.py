@@ -1,0 +1,154 @@
+"""Contexts that grow beside contexts that are compressed at once: fidelity to the full cache, and time."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from benchmarks.workload import describe_machine
+from restorekv import tasks
+from restorekv.compression.compressor import compress
+from restorekv.compression.context import CompressedContext, compose
+from restorekv.compression.generate import answer_ids
+from restorekv.compression.growing import RESTORE
+from restorekv.errors import RestoreKVWarning
+from restorekv.evaluation.fidelity import FullAnswers
+from restorekv.evaluation.stats import weighted_interval
+from restorekv.evaluation.tables import Table
+from restorekv.model.load import load_model
+from restorekv.model.prompt import question_ids
+from restorekv.tasks.base import Sample
+
+Make = Callable[[], CompressedContext]
+ONCE, ALONE = "at once", "at once, no adapter"
+
+
+@dataclass(frozen=True)
+class Options:
+    """See the command's flags."""
+
+    model: str
+    benchmark: str
+    evictor: str
+    ratio: str
+    parts: tuple[int, ...]
+    restore: tuple[str, ...] = RESTORE
+    together: int = 0
+
+
+@dataclass(frozen=True)
+class Text:
+    """Token ids without the chat template, and the questions about them."""
+
+    ids: list[int]
+    sample: Sample
+
+
+def run(options: Options, tell: Callable[[str], None]) -> dict:
+    """Compresses every context in every way; with `together`, so many contexts are one text of as many parts."""
+    torch.set_num_threads(1)
+    model, tokenizer = load_model(options.model)
+    rows: dict[str, list[dict]] = {}
+    found = list(texts(options, tokenizer))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RestoreKVWarning)  # tasks word their questions whole
+        for number, group in enumerate(found, 1):
+            tell(f"text {number} of {len(found)}, {sum(len(text.ids) for text in group):,} tokens")
+            for name, line in compared(model, tokenizer, options, group):
+                rows.setdefault(name, []).append(line)
+    figures = {name: summary(lines, rows[ONCE]) for name, lines in rows.items()}
+    return {"options": asdict(options), "machine": describe_machine(1), "texts": len(found), "rows": figures}
+
+
+def texts(options: Options, tokenizer: Tokenizer) -> Iterator[list[Text]]:
+    """Yields groups of texts that are asked together: one, or `together` of them."""
+    samples = tasks.make(options.benchmark).chosen(tokenizer, "kvpress")
+    size = options.together or 1
+    for start in range(0, len(samples) - size + 1, size):
+        yield [
+            Text(tokenizer.encode(each.context, add_special_tokens=False), each)
+            for each in samples[start : start + size]
+        ]
+
+
+def compared(
+    model: PreTrainedModel, tokenizer: Tokenizer, options: Options, group: Sequence[Text]
+) -> Iterator[tuple[str, dict]]:
+    """Yields every way's name and, for one group, its divergence, pairs and seconds."""
+    ids = [each for text in group for each in text.ids]
+    full = compress(model, tokenizer, ids, ratio=1, adapter=None, between="")
+    asked = [question for text in group for question in text.sample.questions]
+    prompts = [question_ids(tokenizer, full.context, question.text, question.answer_prefix)[0] for question in asked]
+    limits = [question.max_new_tokens for question in asked]
+    answers = answer_ids(model, tokenizer, full.cache, prompts, limits)
+    reference = FullAnswers.read(model, full.cache, prompts, answers)
+    sizes = [len(answer) for answer in answers]
+    del full
+    for name, make in ways(model, tokenizer, options, group, ids).items():
+        start = time.perf_counter()
+        small = make()
+        seconds = time.perf_counter() - start
+        divergences = reference.divergences(model, small.cache)
+        weighed = float(np.dot(divergences, sizes))
+        yield name, {"sum": weighed, "tokens": sum(sizes), "seconds": seconds, "pairs": small.manifest.pairs}
+
+
+def ways(
+    model: PreTrainedModel, tokenizer: Tokenizer, options: Options, group: Sequence[Text], ids: list[int]
+) -> Mapping[str, Make]:
+    """Returns what makes a small cache in each way."""
+
+    def once(part: Sequence[int] | Tensor = ids, adapter: str | None = "auto") -> CompressedContext:
+        how = {"evictor": options.evictor, "ratio": options.ratio, "adapter": adapter, "between": ""}
+        return compress(model, tokenizer, part, on_small_budget="fewer", **how)
+
+    def appended(count: int, restore: str) -> CompressedContext:
+        edges = [len(ids) * number // count for number in range(count + 1)]
+        first, *later = (ids[start:end] for start, end in pairwise(edges))
+        small = once(first, None if restore == "none" else "auto")
+        for part in later:
+            small = small.append(part, restore=restore)
+        return small
+
+    every: dict[str, Make] = {ONCE: once, ALONE: lambda: once(adapter=None)}
+    if options.together:
+        every["composed"] = lambda: compose([once(text.ids) for text in group])
+        every["composed, no adapter"] = lambda: compose([once(text.ids, None) for text in group])
+    for count in options.parts:
+        for restore in options.restore:
+            every[f"{count} parts, {restore}"] = lambda count=count, restore=restore: appended(count, restore)
+    return every
+
+
+def summary(lines: Sequence[dict], reference: Sequence[dict]) -> dict[str, float]:
+    """Returns KL per token with its interval, and time and KL as multiples of compressing at once."""
+    sums, tokens = (np.array([line[name] for line in lines], dtype=float) for name in ("sum", "tokens"))
+    kl, low, high = weighted_interval(sums, tokens)
+    seconds, base = (sum(line["seconds"] for line in each) for each in (lines, reference))
+    own = sum(line["sum"] for line in reference) / tokens.sum()
+    return {
+        "kl": kl, "kl_low": low, "kl_high": high, "kl_times": kl / own, "seconds": seconds,
+        "seconds_times": seconds / base, "pairs": sum(line["pairs"] for line in lines),
+    }  # fmt: skip
+
+
+def tables(result: dict) -> Iterator[Table | str]:
+    """Yields the table and what it was measured on."""
+    options = result["options"]
+    lines = [
+        [name, f"{row['kl']:.3f} [{row['kl_low']:.3f}, {row['kl_high']:.3f}]", f"{row['kl_times']:.2f}",
+         f"{row['seconds_times']:.2f}", f"{row['pairs']:,}"]
+        for name, row in result["rows"].items()
+    ]  # fmt: skip
+    head = ["way", "KL to the full cache", "times at once", "seconds, times at once", "pairs"]
+    yield Table("growing", f"{options['evictor']} at r = {options['ratio']}, {options['benchmark']}", head, lines)
+    yield f"{options['model']}, {result['texts']} texts, {result['machine']['processor']}."
