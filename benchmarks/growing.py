@@ -17,10 +17,11 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from benchmarks.workload import describe_machine
 from restorekv import tasks
 from restorekv.compression.compressor import compress
-from restorekv.compression.context import CompressedContext, compose
+from restorekv.compression.context import CompressedContext
 from restorekv.compression.generate import answer_ids
 from restorekv.compression.growing import RESTORE
-from restorekv.errors import RestoreKVWarning
+from restorekv.compression.several import compose
+from restorekv.errors import BudgetError, RestoreKVWarning
 from restorekv.evaluation.fidelity import FullAnswers
 from restorekv.evaluation.stats import weighted_interval
 from restorekv.evaluation.tables import Table
@@ -65,7 +66,7 @@ def run(options: Options, tell: Callable[[str], None]) -> dict:
             tell(f"text {number} of {len(found)}, {sum(len(text.ids) for text in group):,} tokens")
             for name, line in compared(model, tokenizer, options, group):
                 rows.setdefault(name, []).append(line)
-    figures = {name: summary(lines, rows[ONCE]) for name, lines in rows.items()}
+    figures = {name: summary(lines, rows[ONCE]) for name, lines in rows.items() if len(lines) == len(found)}
     return {"options": asdict(options), "machine": describe_machine(1), "texts": len(found), "rows": figures}
 
 
@@ -95,7 +96,10 @@ def compared(
     del full
     for name, make in ways(model, tokenizer, options, group, ids).items():
         start = time.perf_counter()
-        small = make()
+        try:
+            small = make()
+        except BudgetError:  # parts too short for their restore tokens
+            continue
         seconds = time.perf_counter() - start
         divergences = reference.divergences(model, small.cache)
         weighed = float(np.dot(divergences, sizes))

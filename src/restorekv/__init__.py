@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from restorekv.compression.budget import Budget
     from restorekv.compression.chat import Chat
     from restorekv.compression.compressor import compress
-    from restorekv.compression.context import CompressedContext, ask_many, compose
+    from restorekv.compression.context import CompressedContext
     from restorekv.compression.eviction import Eviction
     from restorekv.compression.portable import Portable, load_portable
     from restorekv.compression.prepared import CompressionConfig, PreparedContext
+    from restorekv.compression.several import ask_many, compose
     from restorekv.errors import RestoreKVError, RestoreKVWarning
     from restorekv.model.load import load_model
     from restorekv.restore.adapter import RestoreAdapter
@@ -31,7 +32,7 @@ HOMES = {
     "CompressedContext": "compression.context", "CompressionConfig": "compression.prepared",
     "Eviction": "compression.eviction", "Portable": "compression.portable", "PreparedContext": "compression.prepared",
     "RestoreAdapter": "restore.adapter", "RestoreKVError": "errors", "RestoreKVWarning": "errors",
-    "ask_many": "compression.context", "compose": "compression.context", "compress": "compression.compressor",
+    "ask_many": "compression.several", "compose": "compression.several", "compress": "compression.compressor",
     "load_model": "model.load", "load_portable": "compression.portable",
 }  # fmt: skip
 

@@ -101,7 +101,7 @@ def test_other_models_and_templates_are_refused(made, tiny_tokenizer):
     other = compress(build_model("llama", seed=3), tiny_tokenizer, TEXTS[0], ratio=0.5, adapter=None)
     with pytest.raises(RestoreKVError, match="one model"):
         ask_many([(made[0], "a?"), (other, "b?")])
-    with patch.object(restorekv.compression.context, "template_hash", side_effect=lambda one: id(one)):
+    with patch.object(restorekv.compression.several, "template_hash", side_effect=lambda one: id(one)):
         strange = restorekv.CompressedContext(made[0].model, object(), *list(vars(made[0]).values())[2:])
         with pytest.raises(RestoreKVError, match="one chat template"):
             ask_many([(made[0], "a?"), (strange, "b?")])

@@ -13,8 +13,9 @@ from restorekv.cache.quantized import GROUP
 from restorekv.cache.ragged import RaggedLayer
 from restorekv.compression import context_file
 from restorekv.compression.compressor import compress
-from restorekv.compression.context import CompressedContext, ask_many
+from restorekv.compression.context import CompressedContext
 from restorekv.compression.context_file import read
+from restorekv.compression.several import ask_many
 from restorekv.errors import RestoreKVError
 from restorekv.files import read_tensors
 from restorekv.model import attention

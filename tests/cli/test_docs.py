@@ -21,6 +21,7 @@ TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULT
 EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
 EVERY = [(page, command) for page in WRITTEN for command in commands(page)]
 QUICK = ROOT / "docs" / "quickstart.md"
+PYTHON = ("python", "conversations", "adapters")
 PAGES = [  # with commands that run
     pytest.param(page, marks=() if page == QUICK else pytest.mark.slow)
     for page in WRITTEN
@@ -90,7 +91,7 @@ def test_the_commands_of_a_page_run_as_printed(page, elsewhere):
     run_all([command for command in commands(page) if command.runs])
 
 
-@pytest.mark.parametrize("page", [QUICK, *(ROOT / "docs" / name for name in ("python.md", "conversations.md", "adapters.md"))], ids=name)
+@pytest.mark.parametrize("page", [QUICK, *(QUICK.with_name(f"{page}.md") for page in PYTHON)], ids=name)
 def test_the_python_of_a_page_runs(page, elsewhere, capsys):
     source = "\n".join(text for _, text in blocks(page, "python"))
     compile(source, page.name, "exec")

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from restorekv.cli import options
 from restorekv.cli.session import open_documents, output, phase
-from restorekv.compression.context import ask_many
+from restorekv.compression.several import ask_many
 from restorekv.errors import RestoreKVError
 from restorekv.files import check_target, write_json
 

@@ -9,7 +9,7 @@ from rich.markup import escape
 from restorekv.cli import options
 from restorekv.cli.compress import summary
 from restorekv.cli.session import figures_table, open_documents, output
-from restorekv.compression.context import compose
+from restorekv.compression.several import compose
 from restorekv.files import check_target
 from restorekv.seal import read_key
 

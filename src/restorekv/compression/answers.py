@@ -88,6 +88,12 @@ def answer_of(tokenizer: Tokenizer, ids: list[int], stops: set[int], read: int, 
     return Answer(text[:cut].lstrip(), tuple(ids), finish, read, *more)
 
 
+def shown(written: list[Answer], details: bool, samples: int) -> str | Answer | list:
+    """Returns the answers to one question as the caller wants them."""
+    said = written if details else [each.text for each in written]
+    return said if samples > 1 else said[0]
+
+
 def stream(
     model: PreTrainedModel, tokenizer: Tokenizer, asked: Asked, max_new_tokens: int = 128, answer_prefix: str = "",
     decoding: Decoding = GREEDY,

@@ -1,4 +1,8 @@
-"""`compress`: a text in, a small cache out."""
+"""`compress`: a text in, a small cache out.
+
+>>> compress(model, tokenizer, text, ratio=0.2).manifest.ratio
+'1/5'
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
@@ -22,7 +22,7 @@ from restorekv.compression.chat import Chat
 from restorekv.compression.context_checks import check_model
 from restorekv.compression.context_file import CacheFile, Manifest
 from restorekv.compression.eviction import Eviction, load_adapter, make_compressor
-from restorekv.compression.growing import Growth, composed
+from restorekv.compression.growing import Growth
 from restorekv.compression.portable import Portable
 from restorekv.compression.prepared import CompressionConfig, Compressor
 from restorekv.compression.sampling import Decoding, DecodingOptions
@@ -58,6 +58,11 @@ class CompressedContext:
         list of N answers. stream=True returns an iterator over the pieces of one answer. details=True returns `Answer`
         objects, with ids and log-probabilities. graph=True makes every step the same work, which a GPU replays as a
         CUDA graph (decode_graph.py).
+
+        >>> small.ask("What is the code of the market?", max_new_tokens=16)
+        'market 46.'
+        >>> "".join(small.ask("What is the trade of Agnes?", stream=True, temperature=0.3, seed=1))
+        'Agnes teacher.'
         """
         decoding, single = Decoding.make(**options), isinstance(question, str)
         if stream:
@@ -70,8 +75,8 @@ class CompressedContext:
         asked = [(self.context, self.cache, each) for each in ([question] if single else question)]
         how = max_new_tokens, answer_prefix, graph, decoding
         written = answers.ask_each(self.model, self.tokenizer, asked, *how)
-        shown = [told(each, details, decoding.samples) for each in written]
-        return shown[0] if single else shown
+        said = [answers.shown(each, details, decoding.samples) for each in written]
+        return said[0] if single else said
 
     async def ask_async(self, question: str | Sequence[str], **options: Any) -> str | list | Answer:
         """Answers as `ask` does, with its options, while other tasks of the event loop go on."""
@@ -84,7 +89,14 @@ class CompressedContext:
             yield piece
 
     def chat(self, system: str = "") -> Chat:
-        """Starts a conversation; `system` is said between the text and the first question."""
+        """Starts a conversation; `system` is said between the text and the first question.
+
+        >>> chat = small.chat()
+        >>> chat.ask("What is the code of the market?")
+        'market 46.'
+        >>> len(chat.messages)
+        2
+        """
         return Chat(self, system)
 
     def append(
@@ -96,6 +108,10 @@ class CompressedContext:
         The new part alone is read and scored, by the evictor and with the conventions of before, and evicted to the
         ratio of the grown whole; see growing.py for what `restore` decides. A cache that was loaded takes `adapter` and
         `evictor` as `compress` does, those of its record unless others are given.
+
+        >>> longer = small.append(" The code of the harbor is 12, and the code of the tower is 31." * 3)
+        >>> longer.manifest.parts[0] == small.manifest.tokens
+        True
         """
         ids = encode(self.tokenizer, text) if isinstance(text, str) else token_ids(self.tokenizer, text)
         if not ids.shape[-1]:
@@ -204,68 +220,6 @@ class CompressedContext:
             f"  bytes    {size(m.bytes_held)} held of {size(m.bytes_full)}\n"
             f"  seconds  {phases}"
         )
-
-
-def ask_many(
-    asked: Iterable[tuple[CompressedContext, str | Sequence[str]]], max_new_tokens: int = 128, answer_prefix: str = "",
-    details: bool = False, **options: Unpack[DecodingOptions],
-) -> list:  # fmt: skip
-    """Answers the questions of several compressed contexts in one batch: one answer for one question, a list for a
-    list, as `ask` gives them alone, whose options these are.
-
-    The contexts may differ in all but the model and its chat template; one may come up more than once.
-    """
-    decoding = Decoding.make(**options)
-    asked = [(each, [given] if isinstance(given, str) else list(given), given) for each, given in asked]
-    rows = [(each.context, each.cache, question) for each, questions, _ in asked for question in questions]
-    if not rows:
-        return [[] for _ in asked]
-    first = one_model([each for each, _, _ in asked])
-    how = max_new_tokens, answer_prefix, False, decoding
-    written = iter(answers.ask_each(first.model, first.tokenizer, rows, *how))
-    said = [[told(next(written), details, decoding.samples) for _ in questions] for _, questions, _ in asked]
-    return [own[0] if isinstance(given, str) else own for own, (_, _, given) in zip(said, asked, strict=True)]
-
-
-def compose(contexts: Sequence[CompressedContext]) -> CompressedContext:
-    """Returns one context of several that were compressed apart, as if their texts stood one behind the other.
-
-    No text is read again: keys are rotated to their new positions, and every context keeps its restore cache. The texts
-    do not know of each other, as those of a context that was compressed at once do. The model must be the same, and
-    so must conventions and chat prefix.
-    """
-    if not contexts:
-        raise RestoreKVError("There is nothing to compose; give at least one compressed context.")
-    first, records = one_model(contexts), [each.manifest for each in contexts]
-    for name in ("prefix_policy", "allocation", "restore_from", "offset", "storage", "between"):
-        if len({getattr(record, name) for record in records}) > 1:
-            raise RestoreKVError(f"The contexts differ in {name}; compress them alike to compose them.")
-    context, cache = composed(first.model, [(each.context, each.cache) for each in contexts])
-    cache.store(records[0].storage)
-    ratio = sum(Fraction(m.ratio) * m.tokens for m in records) / context.tokens
-    manifest = records[0].of_other(
-        context, cache, ratio=str(ratio), seconds={}, parts=[part for m in records for part in m.parts or [m.tokens]],
-        earlier=sum(m.earlier + m.restore_tokens for m in records) - cache.restore,
-        evictor=" + ".join(dict.fromkeys(m.evictor for m in records)), cut=sum(m.cut for m in records),
-    )  # fmt: skip
-    return CompressedContext(first.model, first.tokenizer, context, cache, manifest, contexts[-1].compressor)
-
-
-def one_model(contexts: Sequence[CompressedContext]) -> CompressedContext:
-    """Returns the first of them; refuses several models or chat templates."""
-    first = contexts[0]
-    for each in contexts:
-        if each.model is not first.model:
-            raise RestoreKVError("A batch has one model; load the cache files with the same model object.")
-        if template_hash(each.tokenizer) != template_hash(first.tokenizer):
-            raise RestoreKVError("A batch has one chat template; load the cache files with the same tokenizer.")
-    return first
-
-
-def told(written: list[Answer], details: bool, samples: int) -> str | Answer | list:
-    """Returns the answers to one question as the caller wants them."""
-    shown = written if details else [each.text for each in written]
-    return shown if samples > 1 else shown[0]
 
 
 def check(stored: CacheFile, model: PreTrainedModel, tokenizer: Tokenizer) -> None:

@@ -1,0 +1,74 @@
+"""Several compressed contexts at once: questions to all of them in one batch, or one context of all their texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from typing import Unpack
+
+from restorekv.compression import answers
+from restorekv.compression.context import CompressedContext
+from restorekv.compression.growing import composed
+from restorekv.compression.sampling import Decoding, DecodingOptions
+from restorekv.errors import RestoreKVError
+from restorekv.model.prompt import template_hash
+
+
+def ask_many(
+    asked: Iterable[tuple[CompressedContext, str | Sequence[str]]], max_new_tokens: int = 128, answer_prefix: str = "",
+    details: bool = False, **options: Unpack[DecodingOptions],
+) -> list:  # fmt: skip
+    """Answers the questions of several compressed contexts in one batch: one answer for one question, a list for a
+    list, as `ask` gives them alone, whose options these are.
+
+    The contexts may differ in all but the model and its chat template; one may come up more than once.
+    """
+    decoding = Decoding.make(**options)
+    asked = [(each, [given] if isinstance(given, str) else list(given), given) for each, given in asked]
+    rows = [(each.context, each.cache, question) for each, questions, _ in asked for question in questions]
+    if not rows:
+        return [[] for _ in asked]
+    first = one_model([each for each, _, _ in asked])
+    how = max_new_tokens, answer_prefix, False, decoding
+    written = iter(answers.ask_each(first.model, first.tokenizer, rows, *how))
+    said = [[answers.shown(next(written), details, decoding.samples) for _ in questions] for _, questions, _ in asked]
+    return [own[0] if isinstance(given, str) else own for own, (_, _, given) in zip(said, asked, strict=True)]
+
+
+def compose(contexts: Sequence[CompressedContext]) -> CompressedContext:
+    """Returns one context of several that were compressed apart, as if their texts stood one behind the other.
+
+    No text is read again: keys are rotated to their new positions, and every context keeps its restore cache. The texts
+    do not know of each other, as those of a context that was compressed at once do. The model must be the same, and
+    so must conventions and chat prefix.
+
+    >>> both = compose([small, small])
+    >>> both.manifest.tokens == 2 * small.manifest.tokens
+    True
+    """
+    if not contexts:
+        raise RestoreKVError("There is nothing to compose; give at least one compressed context.")
+    first, records = one_model(contexts), [each.manifest for each in contexts]
+    for name in ("prefix_policy", "allocation", "restore_from", "offset", "storage", "between"):
+        if len({getattr(record, name) for record in records}) > 1:
+            raise RestoreKVError(f"The contexts differ in {name}; compress them alike to compose them.")
+    context, cache = composed(first.model, [(each.context, each.cache) for each in contexts])
+    cache.store(records[0].storage)
+    ratio = sum(Fraction(m.ratio) * m.tokens for m in records) / context.tokens
+    manifest = records[0].of_other(
+        context, cache, ratio=str(ratio), seconds={}, parts=[part for m in records for part in m.parts or [m.tokens]],
+        earlier=sum(m.earlier + m.restore_tokens for m in records) - cache.restore,
+        evictor=" + ".join(dict.fromkeys(m.evictor for m in records)), cut=sum(m.cut for m in records),
+    )  # fmt: skip
+    return CompressedContext(first.model, first.tokenizer, context, cache, manifest, contexts[-1].compressor)
+
+
+def one_model(contexts: Sequence[CompressedContext]) -> CompressedContext:
+    """Returns the first of them; refuses several models or chat templates."""
+    first = contexts[0]
+    for each in contexts:
+        if each.model is not first.model:
+            raise RestoreKVError("A batch has one model; load the cache files with the same model object.")
+        if template_hash(each.tokenizer) != template_hash(first.tokenizer):
+            raise RestoreKVError("A batch has one chat template; load the cache files with the same tokenizer.")
+    return first

@@ -1,0 +1,20 @@
+"""The examples of docstrings run, with the tiny model and a register as `small`."""
+
+import doctest
+from pathlib import Path
+
+import pytest
+
+from restorekv import compress, load_model
+from restorekv.compression import compressor, context, several
+
+REGISTER = Path(__file__).parents[2] / "examples" / "register.txt"
+
+
+@pytest.mark.parametrize("module", [compressor, context, several], ids=lambda module: module.__name__)
+def test_examples_run(module):
+    model, tokenizer = load_model("tiny")
+    text = REGISTER.read_text()
+    names = {"model": model, "tokenizer": tokenizer, "text": text, "small": compress(model, tokenizer, text)}
+    result = doctest.testmod(module, extraglobs=names)
+    assert result.attempted and not result.failed
