@@ -44,6 +44,7 @@ hostile: venv
 	$(RUN) tests.hostile.kill --seed $(SEED)
 	$(RUN) tests.hostile.commands --seed $(SEED)
 	$(RUN) tests.hostile.memory --count 300
+	$(RUN) tests.hostile.memory --turns 1000
 
 lint: venv
 	$(RUN) ruff check $(SOURCE)

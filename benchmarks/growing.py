@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.resources import files
 from itertools import pairwise
 
 import numpy as np
@@ -16,6 +18,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from benchmarks.workload import describe_machine
 from restorekv import tasks
+from restorekv.compression.chat import Chat
 from restorekv.compression.compressor import compress
 from restorekv.compression.context import CompressedContext
 from restorekv.compression.generate import answer_ids
@@ -44,6 +47,7 @@ class Options:
     parts: tuple[int, ...]
     restore: tuple[str, ...] = RESTORE
     together: int = 0
+    turns: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,9 @@ def run(options: Options, tell: Callable[[str], None]) -> dict:
             tell(f"text {number} of {len(found)}, {sum(len(text.ids) for text in group):,} tokens")
             for name, line in compared(model, tokenizer, options, group):
                 rows.setdefault(name, []).append(line)
+    turns = {"turns": conversation(model, tokenizer, options)} if options.turns else {}
     figures = {name: summary(lines, rows[ONCE]) for name, lines in rows.items() if len(lines) == len(found)}
-    return {"options": asdict(options), "machine": describe_machine(1), "texts": len(found), "rows": figures}
+    return {"options": asdict(options), "machine": describe_machine(1), "texts": len(found), "rows": figures, **turns}
 
 
 def texts(options: Options, tokenizer: Tokenizer) -> Iterator[list[Text]]:
@@ -133,6 +138,28 @@ def ways(
     return every
 
 
+def conversation(model: PreTrainedModel, tokenizer: Tokenizer, options: Options) -> dict[str, float]:
+    """Returns seconds to the first token: over a whole document of `turns` tokens, then in turns over a small one."""
+    novel = next((files("restorekv") / "tasks" / "texts" / "novels").iterdir())
+    text = gzip.decompress(novel.read_bytes()).decode()
+    ids = tokenizer.encode(text, add_special_tokens=False)[20_000 : 20_000 + options.turns]
+    questions = ["Who is speaking?", "Where are they?", "What happens in the end?"]
+
+    def first(chat: Chat, question: str) -> float:
+        chat.ask(question, 8)
+        return chat.turns[-1].seconds[0]
+
+    start = time.perf_counter()
+    whole = compress(model, tokenizer, ids, ratio=1, adapter=None)
+    read = time.perf_counter() - start
+    small = compress(model, tokenizer, ids, evictor=options.evictor, ratio=options.ratio)
+    figures = {"whole, first turn": read + first(whole.chat(), questions[0])}
+    chat = small.chat()
+    for number, question in enumerate(questions, 1):
+        figures[f"small, turn {number}"] = first(chat, question)
+    return {**figures, "tokens of turn 2": float(len(chat.turns[1].read))}
+
+
 def summary(lines: Sequence[dict], reference: Sequence[dict]) -> dict[str, float]:
     """Returns KL per token with its interval, and time and KL as multiples of compressing at once."""
     sums, tokens = (np.array([line[name] for line in lines], dtype=float) for name in ("sum", "tokens"))
@@ -155,4 +182,6 @@ def tables(result: dict) -> Iterator[Table | str]:
     ]  # fmt: skip
     head = ["way", "KL to the full cache", "times at once", "seconds, times at once", "pairs"]
     yield Table("growing", f"{options['evictor']} at r = {options['ratio']}, {options['benchmark']}", head, lines)
+    for name, value in result.get("turns", {}).items():
+        yield f"{name}: {value:.0f}" if "tokens" in name else f"{name}: {value:.3f} s to the first token"
     yield f"{options['model']}, {result['texts']} texts, {result['machine']['processor']}."

@@ -1,7 +1,8 @@
-"""The campaign of memory: `python -m tests.hostile.memory --count 300`.
+"""The campaign of memory: `python -m tests.hostile.memory --count 300`, and `--turns 1000` for a conversation.
 
-One process compresses, saves, loads and asks again and again, with every evictor in turn; what it holds is printed, and
-must stop growing after the first quarter.
+One process compresses, saves, loads and asks again and again, with every evictor in turn, or has one conversation that
+is folded every 20 turns and starts anew every 200; what it holds is printed, and must stop growing after the first
+quarter.
 """
 
 import argparse
@@ -47,11 +48,31 @@ def run(count: int, folder: Path) -> list[int]:
     return sizes
 
 
+def talk(turns: int) -> list[int]:
+    """Bytes held after each of ten parts of a conversation."""
+    torch.set_num_threads(1)
+    small = compress(*load_model("tiny"), "".join(TEXT.format(each, each * 7) for each in range(20)), ratio=0.3)
+    chat, sizes = small.chat(), []
+    for number in range(turns):
+        if number % 200 == 0:
+            chat = small.chat()
+        for _ in chat.ask(f"Which code is {number % 20}?", 8, stream=True, temperature=0.5, seed=number):
+            pass
+        if number % 20 == 19:
+            chat.fold()
+        if number % (turns // 10) == turns // 10 - 1:
+            sizes.append(held())
+            print(f"turn {number + 1:4} of {turns}: {sizes[-1] / 2**20:.1f} MB", flush=True)
+    return sizes
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--turns", type=int, default=0)
+    given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="restorekv-memory-") as name:
-        sizes = run(parser.parse_args().count, Path(name))
+        sizes = talk(given.turns) if given.turns else run(given.count, Path(name))
     grown = sizes[-1] - sizes[2]
     sys.exit(f"memory grew by {grown / 2**20:.1f} MB" if grown > SPARE else 0)
 
