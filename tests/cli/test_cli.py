@@ -42,7 +42,10 @@ def test_help_lists_the_commands_without_loading_pytorch():
 
 
 def test_help_groups_the_commands_by_what_they_are_for():
-    panels = {"Use": "compress ask chat append compose inspect export verify demo", "Measure": "eval report analyze"}
+    panels = {
+        "Use": "compress ask chat append compose serve inspect export verify demo",
+        "Measure": "eval report analyze",
+    }
     panels["Train"] = "data train train-gate convert-gate push"
     shown, page = {}, cli("--help").out
     for line in page.splitlines():

@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {  # name: module, help, panel of `restor
     "chat": ("restorekv.cli.chat", "Talk about a cache file in the terminal.", USE),
     "append": ("restorekv.cli.append", "Put a text behind a cache file, without the text that it was made of.", USE),
     "compose": ("restorekv.cli.compose", "Make one cache file of several.", USE),
+    "serve": ("restorekv.cli.serve", "Serve OpenAI's API over documents that stay compressed.", USE),
     "inspect": ("restorekv.cli.inspect", "Show which tokens a cache file keeps, and in which heads.", USE),
     "export": ("restorekv.cli.export", "Turn a cache file into a plain prefix for other engines.", USE),
     "verify": ("restorekv.cli.verify", "Say of files whether they can be trusted to load, and what they are.", USE),

@@ -109,18 +109,41 @@ def stream(
 
 
 def pieces(tokenizer: Tokenizer, written: Iterable[int], stops: set[int], stop: Sequence[str] = ()) -> Iterator[str]:
-    """Yields the text of a growing answer as soon as it is certain: whole characters, and no part of a stop string."""
-    ids, sent, text = [], 0, ""
+    """Yields the text of a growing answer as soon as it is certain."""
+    text = Growing(tokenizer, stops, stop)
     for token in written:
-        ids.append(token)
-        whole = generate.answer_text(tokenizer, ids, stops)
-        text = whole[: found(stop, whole)].lstrip()
-        certain = len(text) - held_back(text, stop)
-        if certain > sent and not text.endswith("\ufffd"):
-            yield text[sent:certain]
-            sent = certain
-    if len(text) > sent:
-        yield text[sent:]
+        if piece := text.push(token):
+            yield piece
+    if rest := text.rest():
+        yield rest
+
+
+class Growing:
+    """The text of an answer that is being written, of which whole characters are certain, and no part of a stop string.
+
+    As a whole it starts with no space and ends before any stop string.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: set[int], stop: Sequence[str] = ()) -> None:
+        self.tokenizer, self.stops, self.stop = tokenizer, stops, stop
+        self.ids: list[int] = []
+        self.text, self.sent = "", 0
+
+    def push(self, token: int) -> str:
+        """Returns what has become certain with this token."""
+        self.ids.append(token)
+        whole = generate.answer_text(self.tokenizer, self.ids, self.stops)
+        self.text = whole[: found(self.stop, whole)].lstrip()
+        certain = len(self.text) - held_back(self.text, self.stop)
+        return self.upto(certain) if not self.text.endswith("\ufffd") else ""
+
+    def rest(self) -> str:
+        """Returns what is left at the end."""
+        return self.upto(len(self.text))
+
+    def upto(self, end: int) -> str:
+        start, self.sent = self.sent, max(self.sent, end)
+        return self.text[start : self.sent]
 
 
 def held_back(text: str, stop: Sequence[str]) -> int:

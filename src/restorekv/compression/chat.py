@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.compression import generate
 from restorekv.compression.answers import Answer, answer_of, pieces
@@ -23,7 +25,7 @@ from restorekv.compression.sampling import Decoding, DecodingOptions, rows_of
 from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.files import has_type, read_json, write_json
 from restorekv.model.prefill import prefill
-from restorekv.model.prompt import between_turns, encode
+from restorekv.model.prompt import Context, between_turns, encode
 
 if TYPE_CHECKING:
     from restorekv.compression.context import CompressedContext
@@ -109,8 +111,7 @@ class Chat:
         tokenizer, context = document.tokenizer, document.context
         if not self.turns:
             system = self.system if self.system != document.manifest.system else ""
-            first = context.between + (system + (context.between or "\n\n") if system else "") + question
-            return encode(tokenizer, first, after=context.suffix_text)[0].tolist()
+            return conversation_ids(tokenizer, context, [], question, system).tolist()
         ids = encode(tokenizer, question, between_turns(tokenizer), context.suffix_text)[0].tolist()
         last = self.turns[-1].answer.ids[-1]
         return ids if last in generate.stop_ids(document.model, tokenizer) else [last, *ids]
@@ -189,6 +190,24 @@ class Chat:
         if chat.turns:
             prefill(document.model, torch.tensor([chat.ids()]), into=chat.cache)
         return chat
+
+
+def conversation_ids(
+    tokenizer: Tokenizer, context: Context, turns: Sequence[tuple[str, str]], question: str, system: str = ""
+) -> Tensor:
+    """Returns what follows the context (q,): earlier turns, as questions and answers, and the question.
+
+    `system` stands between the context and the first question, as in `Chat`.
+    """
+    ids, before = [], ""
+    for number, (asked, answered) in enumerate([*turns, (question, "")]):
+        if not asked.strip():
+            raise RestoreKVError("A question is empty; ask something.")
+        if not number:
+            asked = context.between + (system + (context.between or "\n\n") if system else "") + asked
+        ids.append(encode(tokenizer, asked, before, context.suffix_text, answered))
+        before = between_turns(tokenizer)
+    return torch.cat(ids, -1)[0]
 
 
 def check_saved(path: str | Path, content: object, document: CompressedContext) -> None:

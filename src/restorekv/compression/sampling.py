@@ -6,7 +6,7 @@ else is in the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from math import isfinite
@@ -167,6 +167,7 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     top: list[dict[int, float]] = field(default_factory=list)
     answer: list[int] = field(default_factory=list)
+    cancelled: Callable[[], bool] = bool  # asked after every token; by default, never
 
     def __post_init__(self) -> None:
         self.random = torch.Generator().manual_seed(self.seed)
@@ -195,7 +196,9 @@ class Row:
         self.top.append(dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
 
     def ends(self) -> bool:
-        """Whether a stop string, the criteria or the constraint end the answer here."""
+        """Whether a stop string, the criteria, the constraint or a caller who has gone end the answer here."""
+        if self.cancelled():
+            return True
         if self.constraint and self.constraint.complete:
             return True
         if self.decoding.stop and found(self.decoding.stop, self.tokenizer.decode(self.answer)) is not None:
@@ -204,10 +207,14 @@ class Row:
 
 
 def rows_of(
-    decoding: Decoding, tokenizer: Tokenizer, read: Iterable[Tensor], seeds: Sequence[int], stops: set[int]
-) -> list[Row] | None:
-    """Returns a chooser for each row, which has read ids (1, length), or None where the likeliest token is chosen."""
-    if decoding.plain:
+    decoding: Decoding, tokenizer: Tokenizer, read: Iterable[Tensor], seeds: Sequence[int], stops: set[int],
+    always: bool = False,
+) -> list[Row] | None:  # fmt: skip
+    """Returns a chooser for each row, which has read ids (1, length), or None where the likeliest token is chosen.
+
+    `always` returns choosers for these, too.
+    """
+    if decoding.plain and not always:
         return None
     return [
         Row(

@@ -1,0 +1,65 @@
+"""`restorekv serve`: OpenAI's API over documents that stay compressed."""
+
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from restorekv.cli import options
+from restorekv.cli.session import notes, open_model
+from restorekv.errors import RestoreKVError
+from restorekv.files import read_bytes
+
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def run(
+    model: options.Model = "smollm2",
+    preset: Annotated[str, typer.Option(help="How uploads are compressed: fast, best or an evictor's name.")] = "fast",
+    ratio: Annotated[str, typer.Option(help="Share of the KV pairs that uploads keep.")] = "0.1",
+    host: Annotated[str, typer.Option(help="Where to listen; other machines reach 0.0.0.0.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on.")] = 8080,
+    api_key_file: Annotated[Path | None, typer.Option(help="A file with the keys of clients, one a line.")] = None,
+    store: Annotated[Path | None, typer.Option(help="The folder of documents.", show_default="restorekv-store")] = None,
+    memory: Annotated[str, typer.Option(help="How much of the documents is held in memory.")] = "4G",
+    disk: Annotated[str, typer.Option(help="How much of them is held on disk.")] = "100G",
+    waiting: Annotated[int, typer.Option(min=1, help="Questions that may wait; more are refused with 429.")] = 256,
+    max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 1024,
+    device: options.Device = "cpu",
+    dtype: options.Dtype = "auto",
+) -> None:
+    sizes = {"memory": size_of("--memory", memory), "disk": size_of("--disk", disk)}
+    keys = read_keys(api_key_file) if api_key_file else ()
+    try:
+        server = import_module("restorekv.serve.run")
+    except ImportError as error:
+        raise RestoreKVError(f"Serving needs {error.name}; pip install 'restorekv[serve]'.") from None
+    if host not in ("127.0.0.1", "localhost", "::1") and not keys:
+        notes.print("warning: whoever reaches this machine can ask; --api-key-file asks for a key.", highlight=False)
+    settings = server.Settings(
+        store or Path("restorekv-store"), model, f"{model}:{preset}-{ratio}", host, port, waiting=waiting, keys=keys,
+        limits=server.Limits(tokens=max_tokens), **sizes,
+    )  # fmt: skip
+    server.Variant.parse(settings.default, model)
+    loaded, tokenizer = open_model(model, dtype, device)
+    notes.print(f"Serving {settings.default} at http://{host}:{port}/v1", highlight=False)
+    server.serve(loaded, tokenizer, settings)
+
+
+def size_of(name: str, text: str) -> int:
+    """4G -> 4 * 2^30."""
+    parts = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)B?", text.strip(), re.IGNORECASE)
+    if not parts:
+        raise RestoreKVError(f"{name} is a size such as 512M or 4G, not {text!r}.")
+    return int(float(parts[1]) * UNITS[parts[2].upper()])
+
+
+def read_keys(path: Path) -> tuple[str, ...]:
+    """Returns the keys of a file, one a line."""
+    text = read_bytes(path, f"The file {path}").decode("utf-8", "replace")
+    keys = tuple(line.strip() for line in text.splitlines() if line.strip())
+    if not keys or min(map(len, keys)) < 16:
+        raise RestoreKVError(f"The file {path} has keys of at least 16 characters, one a line; this one does not.")
+    return keys

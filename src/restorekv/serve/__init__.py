@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server whose documents stay compressed."""

@@ -1,0 +1,92 @@
+"""Starts the server: model, store, engine and a check of both, then HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv.compression.compressor import compress
+from restorekv.compression.context import CompressedContext
+from restorekv.errors import RestoreKVError
+from restorekv.serve.app import make_app
+from restorekv.serve.engine import Engine
+from restorekv.serve.service import Limits, Service
+from restorekv.serve.store import UPLOADED, Store
+from restorekv.serve.variants import Variant
+
+PROBE = "The code of the red house is seven, and the code of the blue house is nine. " * 8
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Where and how to serve; `memory` and `disk` bound the bytes of documents, `waiting` the requests in line."""
+
+    store: Path
+    base: str
+    default: str
+    host: str = "127.0.0.1"
+    port: int = 8080
+    memory: int = 4 << 30
+    disk: int = 100 << 30
+    waiting: int = 256
+    keys: tuple[str, ...] = ()
+    limits: Limits = field(default_factory=Limits)
+
+
+def application(model: PreTrainedModel, tokenizer: Tokenizer, settings: Settings) -> FastAPI:
+    """Returns the application, whose start-up checks itself and goes on with what was not processed."""
+    default = Variant.parse(settings.default, settings.base)
+    store = Store(settings.store, settings.disk)
+    engine = Engine(model, tokenizer, store, settings.memory, settings.waiting)
+    service = Service(engine, store, settings.base, default, settings.limits)
+    state = {"ready": False}
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await asyncio.to_thread(check_loading, model, tokenizer)
+        engine.start()
+        for upload in store.list():
+            if upload.status == UPLOADED:
+                service.begin(upload)
+        state["ready"] = True
+        yield
+        state["ready"] = False
+        await asyncio.to_thread(engine.close)
+        store.close()
+
+    return make_app(service, list(settings.keys), lambda: state["ready"], lifespan)
+
+
+def check_loading(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
+    """Proves that a stored document is loaded, not read again: it counts the tokens that the model sees."""
+    seen: list[int] = []
+    with tempfile.TemporaryDirectory(prefix="restorekv-check-") as folder:
+        path = Path(folder) / "probe.rkv"
+        compress(model, tokenizer, PROBE, evictor="snapkv:window=8", adapter=None, ratio=0.5).save(path)
+        counting = model.register_forward_pre_hook(
+            lambda _module, _args, options: seen.append(options["input_ids"].shape[1]), with_kwargs=True
+        )
+        try:
+            answer = CompressedContext.load(path, model, tokenizer).ask("Which code?", 2, details=True)
+        finally:
+            counting.remove()
+    if sum(seen) != answer.read + len(answer.ids) - 1:
+        raise RestoreKVError(f"A stored document was read again ({sum(seen)} tokens); please report this.")
+
+
+def serve(model: PreTrainedModel, tokenizer: Tokenizer, settings: Settings) -> None:
+    """Serves until a signal ends it; requests that have begun are answered first."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    app = application(model, tokenizer, settings)
+    uvicorn.run(app, host=settings.host, port=settings.port, log_level="warning", access_log=False,
+                timeout_graceful_shutdown=30)  # fmt: skip

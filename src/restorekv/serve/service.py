@@ -1,0 +1,178 @@
+"""What requests do: uploads are stored and compressed, questions answered whole or as streams."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from fastapi import UploadFile
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from restorekv.compression.answers import Growing
+from restorekv.compression.context import CompressedContext
+from restorekv.compression.sampling import Decoding
+from restorekv.errors import RestoreKVError
+from restorekv.serve import replies
+from restorekv.serve.documents import text_of
+from restorekv.serve.engine import Engine, Question, Reply
+from restorekv.serve.requests import ChatRequest, Conversation, conversation
+from restorekv.serve.store import FAILED, PROCESSED, Store, Upload
+from restorekv.serve.variants import Variant
+
+LOG = logging.getLogger("restorekv.serve")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may cost: bytes of an upload or a body, tokens of an answer, seconds of a request."""
+
+    upload: int = 64 << 20
+    tokens: int = 1024
+    seconds: float = 600.0
+
+
+class ApiError(Exception):
+    """An answer other than success, as OpenAI's API writes it."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, headers: dict | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.headers = status, message, code, headers
+
+
+class Service:
+    """Connects requests with the store and the engine."""
+
+    def __init__(self, engine: Engine, store: Store, base: str, default: Variant, limits: Limits) -> None:
+        self.engine, self.store, self.base, self.default, self.limits = engine, store, base, default, limits
+        self.tasks: set[asyncio.Task] = set()
+
+    async def create(self, file: UploadFile, purpose: str, seconds: int | None) -> Upload:
+        """Stores an upload and begins to compress it."""
+        content = await file.read(self.limits.upload + 1)
+        if len(content) > self.limits.upload:
+            raise ApiError(413, f"The file is larger than {self.limits.upload:,} bytes; split it.")
+        made = await asyncio.to_thread(self.store.add, file.filename or "file", purpose, content, seconds)
+        self.begin(made)
+        return made
+
+    def begin(self, upload: Upload) -> None:
+        """Begins to compress an upload in the background."""
+        task = asyncio.create_task(self.process(upload))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def process(self, upload: Upload) -> None:
+        """Compresses an upload as the default variant."""
+        try:
+            text = await asyncio.to_thread(text_of, upload.name, self.store.content(upload.id))
+            await asyncio.wrap_future(self.engine.compress((upload.sha256, text), self.default))
+        except Exception as error:  # whatever it is, the file has not been processed
+            self.store.settle(upload.id, FAILED, problem_of(error))
+        else:
+            self.store.settle(upload.id, PROCESSED)
+
+    def found(self, name: str) -> Upload:
+        upload = self.store.get(name)
+        if upload is None:
+            raise ApiError(404, f"There is no file {name[:60]!r} here; upload it first.", "file_not_found")
+        return upload
+
+    async def document(self, kind: str, value: str, variant: Variant) -> tuple[CompressedContext, bool]:
+        """Returns a document, from memory, from disk or compressed now, and whether it was compressed now."""
+        upload = self.found(value) if kind == "file" else None
+        if upload and upload.status == FAILED:
+            raise ApiError(400, f"The file {upload.id} could not be processed: {upload.problem}")
+        sha256 = upload.sha256 if upload else hashlib.sha256(value.encode()).hexdigest()
+        if held := self.engine.find(sha256, variant):
+            return held, False
+        text = await asyncio.to_thread(text_of, upload.name, self.store.content(upload.id)) if upload else value
+        return await asyncio.wrap_future(self.engine.compress((sha256, text), variant))
+
+    async def complete(self, request: ChatRequest, gone: Callable[[], object]) -> Response:
+        """Answers a chat request, whole or as a stream."""
+        asked, variant = conversation(request.messages), Variant.parse(request.model, self.base)
+        decoding = request.decoding(secrets.randbelow(2**31))
+        documents = [await self.document(*each, variant) for each in asked.documents]
+        made = sum(context.context.positions for context, fresh in documents if fresh)
+        tokens: asyncio.Queue[tuple[int, int] | None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def on_token(sample: int, token: int) -> None:
+            loop.call_soon_threadsafe(tokens.put_nowait, (sample, token))
+
+        contexts = [context for context, _ in documents]
+        question = self.question(request, asked, contexts, decoding, on_token)
+        future = asyncio.wrap_future(self.engine.ask(question))
+        about = replies.About(f"chatcmpl-{secrets.token_hex(12)}", request.model, int(time.time()), made)
+        if request.stream:
+            future.add_done_callback(lambda _: tokens.put_nowait(None))
+            return StreamingResponse(
+                self.streamed(request, question, future, tokens, about), media_type="text/event-stream"
+            )
+        try:
+            reply = await asyncio.wait_for(watched(future, gone), self.limits.seconds)
+        except BaseException:
+            question.cancelled = True
+            raise
+        return JSONResponse(replies.completion(about, reply, self.engine.tokenizer, request.logprobs))
+
+    def question(
+        self, request: ChatRequest, asked: Conversation, contexts: list[CompressedContext], decoding: Decoding,
+        on_token: Callable[[int, int], None],
+    ) -> Question:  # fmt: skip
+        limit = request.limit(self.limits.tokens)
+        return Question(contexts, asked.turns, asked.question, asked.system, limit, decoding, on_token)
+
+    async def streamed(
+        self, request: ChatRequest, question: Question, future: asyncio.Future[Reply], tokens: asyncio.Queue,
+        about: replies.About,
+    ) -> AsyncIterator[str]:  # fmt: skip
+        """Yields server-sent events; a client who leaves cancels the question."""
+        samples, stop = question.decoding.samples, question.decoding.stop
+        texts = [Growing(self.engine.tokenizer, self.engine.stops, stop) for _ in range(samples)]
+        try:
+            for number in range(samples):
+                yield event(replies.chunk(about, number, {"role": "assistant", "content": ""}))
+            while (item := await tokens.get()) is not None:
+                if piece := texts[item[0]].push(item[1]):
+                    yield event(replies.chunk(about, item[0], {"content": piece}))
+            reply = await future
+            for number, answer in enumerate(reply.answers):
+                if rest := texts[number].rest():
+                    yield event(replies.chunk(about, number, {"content": rest}))
+                yield event(replies.chunk(about, number, {}, answer.finish))
+            if (request.stream_options or {}).get("include_usage"):
+                yield event(replies.usage_chunk(about, reply))
+            yield "data: [DONE]\n\n"
+        except RestoreKVError as error:
+            yield event({"error": {"message": str(error), "type": "server_error"}})
+        finally:
+            question.cancelled = True
+
+
+async def watched(future: asyncio.Future[Reply], gone: Callable[[], object]) -> Reply:
+    """Waits for a reply; a client who has gone ends the waiting."""
+    while not future.done():
+        await asyncio.wait([future], timeout=1.0)
+        if not future.done() and await gone():
+            raise ApiError(499, "The client has gone.")
+    return future.result()
+
+
+def event(content: dict) -> str:
+    """Returns one server-sent event."""
+    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+
+
+def problem_of(error: Exception) -> str:
+    """Returns a sentence for an error; only ours are meant for users."""
+    if isinstance(error, RestoreKVError):
+        return str(error)
+    LOG.error("unexpected error", exc_info=error)
+    return "The server failed on this; its log says why."

@@ -1,0 +1,42 @@
+"""Model ids: the base name answers from the full cache, `name:method-ratio` from a compressed one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Self
+
+from restorekv.compression.budget import exact_ratio
+from restorekv.compression.compressor import PRESETS
+from restorekv.errors import RestoreKVError
+from restorekv.evictors import EVICTORS
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How documents are held: `method` is a preset, an evictor's name, or "" for the full cache; `ratio` its r."""
+
+    base: str
+    method: str = ""
+    ratio: Fraction = Fraction(1)
+
+    @classmethod
+    def parse(cls, name: str, base: str) -> Self:
+        """Reads a model id such as smollm2:fast-0.1; refuses what this server does not have."""
+        given, colon, rest = name.partition(":")
+        method, dash, ratio = rest.rpartition("-")
+        if given != base or (colon and not (dash and (method in PRESETS or method in EVICTORS))):
+            raise RestoreKVError(f"There is no model {name!r} here; use {base}, or for example {base}:fast-0.1.")
+        return cls(base, method, exact_ratio(ratio)) if colon else cls(base)
+
+    @property
+    def name(self) -> str:
+        """The model id."""
+        return f"{self.base}:{self.method}-{float(self.ratio):g}" if self.method else self.base
+
+    @property
+    def options(self) -> dict[str, object]:
+        """What `compress` is asked for."""
+        if not self.method:
+            return {"ratio": 1, "adapter": None}
+        return {"evictor": PRESETS.get(self.method, self.method), "ratio": self.ratio, "on_small_budget": "fewer"}

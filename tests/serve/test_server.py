@@ -1,0 +1,247 @@
+"""A live server and the official client: documents, questions, streams, errors, restarts."""
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import uvicorn
+
+openai = pytest.importorskip("openai")
+
+from restorekv import compress  # noqa: E402
+from restorekv.compression.generate import answer_ids, answer_text, stop_ids  # noqa: E402
+from restorekv.serve.documents import text_of  # noqa: E402
+from restorekv.serve.run import Settings, application  # noqa: E402
+from restorekv.serve.service import Limits  # noqa: E402
+from tests.helpers.models import build_model  # noqa: E402
+
+TEXT = "The code of the red house is seven. The blue house has a green door, and nobody lives there. " * 4
+OTHER = "The green house belongs to the miller, who has two dogs and a cat that sleeps all day long. " * 4
+VARIANT, QUESTION = "tiny:snapkv-0.4", "Which code?"
+KEY = "a-key-of-sixteen-characters"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build_model("qwen3")
+
+
+@contextlib.contextmanager
+def serving(model, tokenizer, folder: Path, **settings: object) -> Iterator[str]:
+    """The address of a server in a thread of this process."""
+    app = application(model, tokenizer, Settings(folder, "tiny", VARIANT, **settings))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def client_of(url: str, key: str = KEY, kind: type | None = None):
+    return (kind or openai.OpenAI)(base_url=url, api_key=key, max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def client(model, tiny_tokenizer, tmp_path_factory):
+    with serving(
+        model, tiny_tokenizer, tmp_path_factory.mktemp("store"), limits=Limits(upload=1 << 20, tokens=64)
+    ) as url:
+        yield client_of(url)
+
+
+@pytest.fixture(scope="module")
+def file(client):
+    made = client.files.create(file=("doc.txt", TEXT.encode()), purpose="user_data")
+    return client.files.wait_for_processing(made.id, poll_interval=0.05)
+
+
+def about(*parts: object, question: str = QUESTION) -> list[dict]:
+    documents = [{"type": "file", "file": {"file_id": part.id}} for part in parts]
+    return [{"role": "user", "content": [*documents, {"type": "text", "text": question}]}]
+
+
+def ask(client, messages, model=VARIANT, **options):
+    return client.chat.completions.create(
+        model=model, messages=messages, **{"temperature": 0, "max_tokens": 12, **options}
+    )
+
+
+def expected(model, tokenizer, text=TEXT, ratio="0.4"):
+    options = {"evictor": "snapkv", "adapter": None} if ratio != 1 else {"adapter": None}
+    return compress(model, tokenizer, text, ratio=ratio, **options)
+
+
+def test_answers_are_the_librarys(client, file, model, tiny_tokenizer):
+    assert file.status == "processed"
+    small = expected(model, tiny_tokenizer)
+    answer = ask(client, about(file))
+    assert answer.choices[0].message.content == small.ask(QUESTION, 12)
+    assert ask(client, about(file), "tiny").choices[0].message.content == expected(model, tiny_tokenizer, ratio=1).ask(
+        QUESTION, 12
+    )
+    hot = ask(client, about(file), temperature=1.2, seed=5, n=2, logprobs=True, top_logprobs=3)
+    drawn = small.ask(QUESTION, 12, temperature=1.2, seed=5, samples=2, details=True, logprobs=3)
+    assert [choice.message.content for choice in hot.choices] == [each.text for each in drawn]
+    assert [each.logprob for each in hot.choices[0].logprobs.content] == pytest.approx(drawn[0].logprobs, abs=1e-4)
+
+
+def test_usage_is_true(client, file, model, tiny_tokenizer):
+    small, answer = expected(model, tiny_tokenizer), ask(client, about(file))
+    usage, written = answer.usage, small.ask(QUESTION, 12, details=True)
+    assert usage.prompt_tokens == small.context.positions + written.read
+    assert usage.completion_tokens == len(written.ids)
+    assert usage.prompt_tokens_details.cached_tokens == small.context.positions
+    assert answer.restorekv["pairs"] == small.manifest.pairs_held
+    text = [{"type": "text", "text": OTHER, "prompt_cache_breakpoint": {"mode": "explicit"}}]
+    fresh = [{"role": "user", "content": [*text, {"type": "text", "text": "Who?"}]}]
+    counts = [ask(client, fresh).usage.prompt_tokens_details for _ in range(2)]
+    assert [each.cached_tokens > 0 for each in counts] == [False, True]
+    assert counts[0].cache_write_tokens == counts[1].cached_tokens
+
+
+def test_streams_are_the_answer_in_pieces(client, file):
+    whole = ask(client, about(file)).choices[0].message.content
+    chunks = list(ask(client, about(file), stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == whole
+    assert chunks[-1].usage.completion_tokens > 0 and chunks[-2].choices[0].finish_reason in ("stop", "length")
+
+
+def test_turns_are_those_of_a_chat(client, file, model, tiny_tokenizer):
+    small = expected(model, tiny_tokenizer)
+    messages = [{"role": "system", "content": "Be brief."}, *about(file)]
+    assert ask(client, messages).choices[0].message.content == small.chat(system="Be brief.").ask(QUESTION, 12)
+    messages += [{"role": "assistant", "content": "seven"}, {"role": "user", "content": "And then?"}]
+    suffix = small.context.suffix_text
+    said = f"\n\nBe brief.\n\n{QUESTION}{suffix}seven<|im_end|>\n<|im_start|>user\nAnd then?{suffix}"
+    ids = torch.tensor(tiny_tokenizer.encode(said, add_special_tokens=False))
+    (answer,) = answer_ids(model, tiny_tokenizer, small.cache, [ids], 12)
+    text = answer_text(tiny_tokenizer, answer.tolist(), stop_ids(model, tiny_tokenizer)).lstrip()
+    assert ask(client, messages).choices[0].message.content == text
+
+
+def test_many_at_once_and_asynchronously(client, file, model, tiny_tokenizer):
+    small, questions = expected(model, tiny_tokenizer), [f"Which code is {number}?" for number in range(24)]
+
+    async def all_of_them() -> list[str]:
+        asking = client_of(str(client.base_url), kind=openai.AsyncOpenAI)
+        answers = await asyncio.gather(*(ask(asking, about(file, question=each)) for each in questions))
+        return [answer.choices[0].message.content for answer in answers]
+
+    assert asyncio.run(all_of_them()) == small.ask(questions, 12)
+
+
+def test_several_documents_are_composed(client, file):
+    other = client.files.create(file=("other.md", OTHER.encode()), purpose="user_data")
+    client.files.wait_for_processing(other.id, poll_interval=0.05)
+    both = ask(client, about(file, other))
+    alone = [ask(client, about(each)).usage.prompt_tokens for each in (file, other)]
+    assert max(alone) < both.usage.prompt_tokens < sum(alone)
+    assert client.files.delete(other.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(other.id)
+
+
+def test_files_are_listed_given_back_and_kept_apart(client, file):
+    assert client.files.retrieve(file.id).filename == "doc.txt"
+    assert file.id in [each.id for each in client.files.list()]
+    assert client.files.content(file.id).read() == TEXT.encode()
+    bad = client.files.create(file=("x.txt", b"\xff\xfe\x00"), purpose="user_data")
+    bad = client.files.wait_for_processing(bad.id, poll_interval=0.05)
+    assert bad.status == "error" and "not UTF-8" in bad.status_details
+    with pytest.raises(openai.BadRequestError, match="could not be processed"):
+        ask(client, about(bad))
+
+
+@pytest.mark.parametrize(
+    "change, status, message", [
+        ({"model": "gpt-4"}, 404, "There is no model"), ({"model": "tiny:fast"}, 404, "There is no model"),
+        ({"messages": [{"role": "user", "content": "hi"}]}, 400, "There is no document"),
+        ({"messages": [{"role": "assistant", "content": "hi"}]}, 400, "take turns"),
+        ({"temperature": 9}, 400, "temperature"), ({"messages": []}, 400, "messages"), ({"n": 0}, 400, "n:"),
+        ({"presence_penalty": 1}, 400, "not supported"), ({"stop": [""]}, 400, "stop is"),
+        ({"model": "tiny:snapkv-7"}, 400, "ratio is a number"),
+    ],
+)  # fmt: skip
+def test_wrong_requests_get_a_sentence(client, file, change, status, message):
+    request = {"model": VARIANT, "messages": about(file), "max_tokens": 4, **change}
+    with pytest.raises(openai.APIStatusError, match=message) as caught:
+        client.chat.completions.create(**request)
+    assert caught.value.status_code == status
+    assert "Traceback" not in json.dumps(caught.value.body)
+
+
+def test_documents_stand_before_the_question(client, file):
+    parts = about(file)[0]["content"]
+    with pytest.raises(openai.BadRequestError, match="before the question"):
+        ask(client, [{"role": "user", "content": parts[::-1]}])
+    with pytest.raises(openai.BadRequestError, match="before the question"):
+        ask(client, [*about(file), {"role": "assistant", "content": "x"}, *about(file)])
+    with pytest.raises(openai.NotFoundError, match="no file"):
+        ask(client, about(type("Gone", (), {"id": "file-none"})))
+
+
+def test_a_restart_loads_and_goes_on(model, tiny_tokenizer, tmp_path):
+    """Documents and caches survive; a damaged cache is set aside and made again, half a file is removed."""
+    with serving(model, tiny_tokenizer, tmp_path) as url:
+        client = client_of(url)
+        made = client.files.create(file=("doc.txt", TEXT.encode()), purpose="user_data")
+        client.files.wait_for_processing(made.id, poll_interval=0.05)
+        first = ask(client, about(made))
+    (tmp_path / "files" / "file-half").write_bytes(b"x")
+    with serving(model, tiny_tokenizer, tmp_path) as url:
+        again = ask(client_of(url), about(made))
+        assert again.choices[0].message.content == first.choices[0].message.content
+        assert again.usage.prompt_tokens_details.cache_write_tokens == 0
+        assert not (tmp_path / "files" / "file-half").exists()
+    (cache,) = (tmp_path / "caches").iterdir()
+    cache.write_bytes(cache.read_bytes()[:-100])
+    with serving(model, tiny_tokenizer, tmp_path) as url:
+        third = ask(client_of(url), about(made))
+    assert third.choices[0].message.content == first.choices[0].message.content
+    assert third.usage.prompt_tokens_details.cache_write_tokens > 0
+    assert [path.name for path in (tmp_path / "damaged").iterdir()] == [cache.name]
+
+
+def test_keys_limits_and_quotas(model, tiny_tokenizer, tmp_path):
+    limits = {"keys": (KEY,), "limits": Limits(upload=2000), "memory": 1, "disk": 1}
+    with serving(model, tiny_tokenizer, tmp_path, **limits) as url:
+        with pytest.raises(openai.AuthenticationError, match="key"):
+            client_of(url, "another-key-of-16-characters").models.list()
+        client = client_of(url)
+        assert [each.id for each in client.models.list()] == ["tiny", VARIANT]
+        with pytest.raises(openai.APIStatusError, match="larger than"):
+            client.files.create(file=("big.txt", b"x" * 3000), purpose="user_data")
+        files = [
+            client.files.create(file=(f"{number}.txt", f"{TEXT} {number}".encode()), purpose="user_data")
+            for number in range(3)
+        ]
+        for each in files:
+            client.files.wait_for_processing(each.id, poll_interval=0.05)
+        assert len(list((tmp_path / "caches").iterdir())) == 1  # the newest stays, whatever the quota
+        answers = [ask(client, about(each)).choices[0].message.content for each in files]
+        assert all(isinstance(answer, str) for answer in answers)
+
+
+def test_uploads_of_many_kinds(tmp_path):
+    page = b"<html><head><title>no</title></head><body><p>Who lives <b>here</b>?</p><script>x</script><p>Nobody.</p>"
+    assert text_of("a.html", page) == "Who lives here?\nNobody."
+    docx = pytest.importorskip("docx")
+    document = docx.Document()
+    document.add_paragraph("The miller lives here.")
+    document.save(tmp_path / "a.docx")
+    assert text_of("a.docx", (tmp_path / "a.docx").read_bytes()) == "The miller lives here."
+    for name in ("a.pdf", "a.docx", "a.txt", "a.html"):
+        with pytest.raises(Exception, match=r"a\."):
+            text_of(name, b"\x00\xff")
