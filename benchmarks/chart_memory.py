@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from benchmarks.chart_bars import MEBI, grouped, layers, stacked
+from benchmarks.efficiency_page import PHASES
 from benchmarks.memory_table import bound
 from restorekv.evaluation.charts import (
     BLUE,
@@ -22,7 +23,6 @@ from restorekv.evaluation.charts import (
     Mark,
     Panel,
 )
-from restorekv.evaluation.report.efficiency import PHASES
 from restorekv.evaluation.tables import at, evictor_name
 
 LINES = {
