@@ -10,6 +10,7 @@ COMMANDS = {
     "compare": ("benchmarks.cli.compare", "Measure time and memory beside kvpress 0.5.5."),
     "scorers": ("benchmarks.cli.scorers", "Measure what every method's scoring costs beside the prefill."),
     "kernel": ("benchmarks.cli.kernel", "Time attention over a compressed cache on a GPU."),
+    "efficiency": ("benchmarks.cli.efficiency", "Measure what the restore pass costs on a model, and what it saves."),
     "memory": ("benchmarks.cli.memory", "Measure the memory and growth of every phase of a compression."),
     "decode": ("benchmarks.cli.decode", "Measure decode steps over a compressed cache, and many answers."),
     "train": ("benchmarks.cli.train", "Measure time and memory of a training step, phase by phase."),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from benchmarks.efficiency_page import PHASES
 from restorekv.evaluation.charts import BLUE, GREEN, NARROW, ORANGE, PURPLE, WIDE, Bars, Chart, Mark, Panel, bars
-from restorekv.evaluation.report.efficiency import PHASES
 from restorekv.evaluation.tables import MINUS, at, evictor_name
 
 OURS, KVPRESS = "ours", "kvpress"

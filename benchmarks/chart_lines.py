@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from benchmarks.chart_bars import KVPRESS, OURS, grouped
+from benchmarks.chart_texts import figures_below, labels_at_ends
 from restorekv.evaluation.charts import (
     BLUE,
     GREEN,
@@ -38,7 +39,7 @@ KERNEL = {
     "sdpa, as rows": Mark("dense SDPA, query heads as rows", PURPLE, "^", hollow=True),
     "flash-attn": Mark("flash-attn of as many pairs", GREEN, "D"),
 }
-TARGET = Mark("target", GREEN, dashed=True)
+TARGET = Mark("", GREEN, dashed=True)
 TARGETS = {0.05: 12, 1: 45}  # microseconds by r, for the shape below on an H200
 TARGETED = {"tokens": 32768, "questions": 1, "heads": 8, "groups": 4, "width": 128}
 
@@ -91,8 +92,10 @@ def kernel(result: Mapping) -> Chart:
     lines[ROOFLINE] = [(row["ratio"], row["roofline"] * 1e6) for row in rows]
     panel = against_ratio(lines, "microseconds a layer (log)", "", WIDE, 3.6)
     if all(options[key] == value for key, value in TARGETED.items()):
-        targets = [Level(TARGET, value, f"target at\n{at(ratio)}: {value}") for ratio, value in TARGETS.items()]
-        panel = replace(panel, content=[*panel.content, *targets])
+        figures, targets = panel.finish, [Level(TARGET, value) for value in TARGETS.values()]
+        ends = [(value, f"target at\n{at(ratio)}: {value}", TARGET.color) for ratio, value in TARGETS.items()]
+        labels = labels_at_ends(ends)
+        panel = replace(panel, content=[*panel.content, *targets], finish=lambda axes: (figures(axes), labels(axes)))
     title = f"Attention of a decode step on a GPU, T = {options['tokens']:,}"
     note = "A rehearsal on a CPU: these figures mean nothing. " if result["rehearsal"] else ""
     note += (
@@ -111,11 +114,8 @@ def against_ratio(
     height: float = 3.0,
 ) -> Panel:
     """Returns lines of points (r, figure), logarithms on both axes, with figures below ours, which come first."""
-    content = []
-    for mark, points in lines.items():
-        ratios, values = zip(*sorted(points), strict=True) if points else ((), ())
-        figures = [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values] if not content else ()
-        content += [Line(mark, ratios, values, figures=figures)] if points else []
+    content = [Line(mark, *zip(*sorted(points), strict=True)) for mark, points in lines.items() if points]
+    figures = [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in content[0].y]
     ratios = {ratio for points in lines.values() for ratio, _ in points}
     x = replace(ratio_axis(ratios), low=min(ratios) / 1.25, high=max(ratios) * 1.25)
-    return Panel(content, x, Axis(unit, log=True), title, width, height)
+    return Panel(content, x, Axis(unit, log=True), title, width, height, figures_below(content[0], figures))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from benchmarks.chart_bars import MEBI, grouped, layers, stacked
+from benchmarks.chart_texts import labels_at_ends
+from benchmarks.efficiency_page import PHASES
 from benchmarks.memory_table import bound
 from restorekv.evaluation.charts import (
     BLUE,
@@ -22,7 +25,6 @@ from restorekv.evaluation.charts import (
     Mark,
     Panel,
 )
-from restorekv.evaluation.report.efficiency import PHASES
 from restorekv.evaluation.tables import at, evictor_name
 
 LINES = {
@@ -86,12 +88,14 @@ def one_length(modes: Mapping[str, Sequence[Mapping]]) -> list[Panel]:
 
 def seconds(rows: Sequence[Mapping], title: str) -> Panel:
     """Returns seconds against T, logarithms on both axes; name and slope of every phase at the end of its line."""
-    content = []
+    content, ends = [], []
     for name, mark in LINES.items():
         points = [(row["tokens"], row["phases"][name]["seconds"]) for row in rows if name in row["phases"]]
         if points and min(took for _, took in points) > 0:
-            content.append(Line(mark, *zip(*points, strict=True), end=mark.label + slope(points)))
-    return Panel(content, lengths_axis(rows), Axis("seconds (log)", log=True), title, height=2.7)
+            content.append(Line(replace(mark, label=""), *zip(*points, strict=True)))
+            ends.append((points[-1][1], mark.label + slope(points), mark.color))
+    y, labels = Axis("seconds (log)", log=True), labels_at_ends(ends)
+    return Panel(content, lengths_axis(rows), y, title, height=2.7, finish=labels)
 
 
 def slope(points: Sequence[tuple[float, float]]) -> str:

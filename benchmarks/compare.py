@@ -21,10 +21,10 @@ from statistics import median
 import torch
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from benchmarks.compress_cost import measure_apart, text_of
 from benchmarks.workload import SHAPE, describe_machine, save_model, save_tokenizer
 from restorekv.compression.budget import exact_ratio
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.analysis.compress_cost import measure_apart, text_of
 from restorekv.model.prompt import make_context, question_ids
 
 FOLDER = Path(__file__).parent

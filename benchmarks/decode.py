@@ -35,6 +35,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from benchmarks import compare as bench
 from benchmarks.compare import KVPRESS, NO_KVPRESS, OURS, job_of, kvpress_version, measured
+from benchmarks.measure import resident
 from benchmarks.passes import Step, clocked, copying, each
 from benchmarks.workload import SHAPE, describe_machine, save_model, save_tokenizer
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
@@ -42,7 +43,6 @@ from restorekv.compression import allocate
 from restorekv.compression.budget import exact_ratio
 from restorekv.compression.generate import next_logits
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.measure import resident
 from restorekv.model import attention
 from restorekv.model.load import load_model
 from restorekv.model.offload import trim_heap

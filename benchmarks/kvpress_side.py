@@ -6,15 +6,12 @@ of kvpress's own pipeline; only the number of tokens is fixed, and the phases ar
 
 import sys
 from importlib.metadata import version
-from pathlib import Path
 
 import torch
 from kvpress import KVPressTextGenerationPipeline, KVzipPress
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
-
-sys.path.append(str(Path(__file__).parents[1] / "src" / "restorekv" / "evaluation"))  # without importing restorekv
-from measure import Peak, serve
+from measure import Peak, serve  # beside this file; restorekv is not installed here
 from timing import TokenTimer, timed
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
 
 class TimedPress(KVzipPress):

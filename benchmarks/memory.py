@@ -28,6 +28,8 @@ from pathlib import Path
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from benchmarks.compress_cost import measure_apart, text_of
+from benchmarks.measure import REFERENCES, resident, serve
 from benchmarks.memory_on_paper import PART, SCORES
 from benchmarks.workload import SHAPE, describe_machine, save_model, save_tokenizer
 from restorekv import evictors
@@ -35,8 +37,6 @@ from restorekv.compression.budget import exact_ratio
 from restorekv.compression.compressor import compress
 from restorekv.compression.prepared import CompressionConfig, ScoredContext
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.analysis.compress_cost import measure_apart, text_of
-from restorekv.evaluation.measure import REFERENCES, resident, serve
 from restorekv.model.load import load_model
 from restorekv.model.offload import offloaded, trim_heap
 from restorekv.model.prompt import make_context

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from benchmarks import operations
+from benchmarks.markdown import markdown as table_rows
 from restorekv.compression.context import size
-from restorekv.evaluation import tables
 from restorekv.evaluation.tables import Table, at
 
 
@@ -25,7 +25,7 @@ def markdown(result: dict) -> str:
         mine = [row for row in rows if row["mode"] == mode]
         counts = mode == "plain" and "prefill" in growth and result["evictor"] == "kvzip"
         for each in (memory_table(mode, mine), seconds_table(mode, mine, growth, model if counts else None)):
-            text += f"\n{tables.markdown(each)}\n"
+            text += f"\n{table_rows(each)}\n"
     return text
 
 

@@ -7,13 +7,13 @@ import transformers
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from benchmarks.measure import Peak, serve
 from benchmarks.timing import TokenTimer, timed
 from restorekv import __version__
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression import generate
 from restorekv.compression.compressor import compress
 from restorekv.compression.context import CompressedContext
-from restorekv.evaluation.measure import Peak, serve
 from restorekv.model.load import load_model
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context

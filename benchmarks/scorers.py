@@ -20,14 +20,14 @@ import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from benchmarks.compress_cost import LEARNED, WARM_UP, random_gate, text_of
 from benchmarks.each import each
+from benchmarks.measure import Peak
 from restorekv.compression import compressor
 from restorekv.compression.budget import exact_ratio
 from restorekv.compression.context import size
 from restorekv.compression.prepared import timed
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.analysis.compress_cost import LEARNED, WARM_UP, random_gate, text_of
-from restorekv.evaluation.measure import Peak
 from restorekv.evictors import EVICTORS
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import make_context

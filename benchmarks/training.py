@@ -23,14 +23,14 @@ import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from benchmarks.compress_cost import text_of
 from benchmarks.each import each
+from benchmarks.measure import Peak
 from benchmarks.timing import timed
 from restorekv.compression.budget import exact_ratio
 from restorekv.compression.context import size
 from restorekv.compression.prepared import ScoredContext
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.analysis.compress_cost import text_of
-from restorekv.evaluation.measure import Peak
 from restorekv.model import attention
 from restorekv.model.prompt import make_context
 from restorekv.restore.adapter import RestoreAdapter

@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from restorekv.evaluation.measure import processor
+from benchmarks.measure import processor
 
 PACKAGES = ("restorekv", "torch", "transformers", "peft", "triton")
 SHAPE = {  # of Qwen3-0.6B

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from benchmarks.markdown import markdown as table_rows
 from restorekv.evaluation.charts import Chart
 from restorekv.evaluation.report.page import SVG, Block, Details, Points, Section
 from restorekv.evaluation.tables import Table
-from restorekv.evaluation.tables import markdown as table_rows
 
 
 def markdown(title: str, summary: Sequence[str], sections: Sequence[Section]) -> str:

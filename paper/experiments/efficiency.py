@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks import efficiency as cost
+from benchmarks import efficiency_page as charts
 from paper.scores import FAILS, HOLDS, MISSING, Judged
 from paper.setting import Setting
 from paper.study import Study, Tell, read
 from restorekv.compression.eviction import shipped_adapter
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.evaluation import protocols
-from restorekv.evaluation.analysis import cost
 from restorekv.evaluation.analysis.run import label_of
-from restorekv.evaluation.report import efficiency as charts
 from restorekv.evaluation.report.page import Block
 from restorekv.evaluation.tables import Table, name, number
 from restorekv.model.load import load_model

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.measure import processor
 from paper.scores import Judged
 from paper.setting import Setting
 from paper.study import Study
 from restorekv import tasks
-from restorekv.evaluation.measure import processor
 from restorekv.evaluation.report.page import Block
 from restorekv.evaluation.tables import Table
 

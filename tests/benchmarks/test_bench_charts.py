@@ -15,6 +15,7 @@ from matplotlib.text import Text
 from benchmarks import charts as measured
 from benchmarks.__main__ import execute
 from benchmarks.chart_memory import slope
+from benchmarks.chart_texts import apart
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import draw
 from restorekv.evaluation.charts import NARROW, STYLE, Panel
@@ -258,7 +259,7 @@ def test_the_command_reads_the_stored_results(tmp_path, monkeypatch, capsys):
 
 
 def test_labels_of_lines_stand_apart():
-    heights = draw.apart((0.9, 0.89, 0.1, 0.95), (2, 2, 2, 2))
+    heights = apart((0.9, 0.89, 0.1, 0.95), (2, 2, 2, 2))
     ordered = sorted(heights)
     assert min(late - early for early, late in pairwise(ordered)) > 0.15
     assert ordered[0] == 0.1 and ordered[-1] < 1 and heights[1] < heights[0] < heights[3]

@@ -11,9 +11,9 @@ from transformers import DynamicCache
 from benchmarks import decode, ours
 from benchmarks.decode import QUESTION, RESTORE, Options, compressed, cut, random_full, run
 from benchmarks.decode_table import answers, tables
+from benchmarks.measure import STATUS
 from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.measure import STATUS
 from restorekv.model.shape import CacheShape
 
 TINY = {

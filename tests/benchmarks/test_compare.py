@@ -15,11 +15,11 @@ from benchmarks import compare as bench
 from benchmarks import operations
 from benchmarks.compare import Options, middle_of, ratios, run
 from benchmarks.compare_table import tables
+from benchmarks.compress_cost import text_of
+from benchmarks.measure import STATUS, Peak
 from benchmarks.timing import TokenTimer
 from benchmarks.workload import SHAPE, save_tokenizer
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.analysis.compress_cost import text_of
-from restorekv.evaluation.measure import STATUS, Peak
 
 TINY = {
     "num_hidden_layers": 2,

@@ -1,21 +1,17 @@
-"""Resumed runs equal uninterrupted ones, settings never mix, and costs are measured side by side."""
+"""Resumed runs equal uninterrupted ones, and settings never mix."""
 
 import json
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
-import torch
 
-from restorekv.cli.analyze import WHAT, choose
+from restorekv.cli.analyze import choose
 from restorekv.compression.eviction import Eviction
-from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.analysis import compress_cost, cost
 from restorekv.evaluation.analysis.run import ANALYSES, analyze, label_of
 from restorekv.evaluation.protocols import PROTOCOLS
 from restorekv.evaluation.report.analyses import sections
-from restorekv.model.load import load_model
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tasks import Benchmark, Question, Sample
 from tests.helpers.cli_world import cli
@@ -152,7 +148,9 @@ def test_unknown_analyses_are_refused(what):
     with pytest.raises(RestoreKVError, match="give some of"):
         choose(what)
     assert choose("restore_attention, attention") == choose("attention,gaze") == ["attention", "restore_attention"]
-    assert choose(",".join(WHAT)) == list(WHAT)
+    assert choose(",".join(ANALYSES)) == list(ANALYSES)
+    with pytest.raises(RestoreKVError, match="python -m benchmarks efficiency"):
+        choose("attention,efficiency")
 
 
 @pytest.fixture(scope="module")
@@ -161,83 +159,6 @@ def saved(tiny_tokenizer, tmp_path_factory):
     build_model("qwen3").save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
     return folder
-
-
-def in_process(model, options, conventions, scorer, restored):
-    """A measurement here; a process of its own costs seconds."""
-    job = {
-        "model": str(model.config.name_or_path), "dtype": "float32", "device": "cpu", "evictor": scorer,
-        "restored": restored, "tokens": options.tokens, "ratio": options.ratio, "repeat": options.repeat,
-        "conventions": conventions.described(), "folder": str(model.config.name_or_path),
-    }  # fmt: skip
-    with torch.no_grad():
-        return compress_cost.measure(job)
-
-
-def test_efficiency_compares_base_and_restored(saved, tmp_path, monkeypatch):
-    monkeypatch.setattr(cost, "compression_apart", in_process)
-    model, tokenizer = load_model(str(saved))
-    options = cost.CostOptions(("knorm", "kvzap"), 128, "0.2", ("1", "0.2"), repeat=2, steps=3)
-    heard = []
-    path = cost.measure(
-        model, tokenizer, tmp_path, options, CompressionConfig(), "mine", lambda *update: heard.append(update)
-    )
-    stored = json.loads(path.read_text())
-    assert path == tmp_path / "efficiency" / "mine.json" and heard[-1][:2] == (5, 5)
-    rows = stored["compression"]
-    assert [(row["evictor"], row["restored"]) for row in rows] == [
-        (name, restored) for name in ("knorm", "kvzap") for restored in (False, True)
-    ]
-    for row in rows:
-        assert (row["seconds"]["restore"] > 0) == row["restored"]
-        assert row["peak"] is None or row["peak"] > 0
-        assert row["adapter"] == ("random" if row["restored"] else None)
-        assert row["gate"] == ("random" if row["evictor"] == "kvzap" else None)
-    seconds = rows[1]["seconds"]
-    expected = seconds["restore"] / (seconds["total"] - seconds["restore"])
-    assert stored["overhead"]["knorm"]["share"] == pytest.approx(expected)
-    assert stored["overhead"]["knorm"]["peak"] == rows[1]["peak"] - rows[0]["peak"]
-    assert stored["latency_ratio"].keys() == {"1", "0.2"} and stored["conventions"]["latency_context"] == "prefill"
-    assert cost.measure(model, tokenizer, tmp_path, options, CompressionConfig(), "mine") == path
-    with pytest.raises(RestoreKVError, match="was made with tokens 128"):
-        cost.measure(model, tokenizer, tmp_path, replace(options, tokens=256), CompressionConfig(), "mine")
-
-
-def test_base_and_restored_caches_hold_the_same(tiny_model, tiny_tokenizer):
-    prepared = cost.random_prepared(tiny_model, tiny_tokenizer, 100, 3, CompressionConfig())
-    rows = cost.latencies(prepared, ["1", "0.1"], 2)
-    layers, heads, tokens = prepared.scores.shape
-    for base, restored, ratio in zip(rows[::2], rows[1::2], (1, 0.1), strict=True):
-        assert base["pairs"] == restored["pairs"] == round(ratio * tokens + prepared.context.prefix) * layers * heads
-        assert base["restore_tokens"] == 0 and restored["restore_tokens"] == 3
-        assert 0 < base["least"] <= base["milliseconds"] <= base["most"] and restored["to_base"] > 0
-        # Equal keys and values; the restored cache has no position for each of its restore pairs.
-        assert base["bytes"] - restored["bytes"] == 4 * 3 * heads * layers
-
-
-def test_memory_of_a_gpu_is_the_allocators(monkeypatch):
-    fakes = {"memory_allocated": 100, "max_memory_allocated": 350, "synchronize": None, "reset_peak_memory_stats": None}
-    for name, value in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    figures = {}
-    with compress_cost.memory(torch.device("cuda"), figures):
-        pass
-    assert figures == {"peak": 250}
-
-
-def test_memory_of_a_process_counts_what_is_held():
-    figures = {}
-    with compress_cost.memory(torch.device("cpu"), figures):
-        block = torch.ones(1 << 22)
-        del block
-    if figures["peak"] is not None:
-        assert 15 << 20 <= figures["peak"] < 20 << 20
-
-
-@pytest.mark.parametrize("wrong", [{"tokens": 3}, {"repeat": 0}, {"ratio": "0"}, {"latency_context": "none"}])
-def test_wrong_options_are_refused(wrong):
-    with pytest.raises(RestoreKVError):
-        cost.CostOptions(**wrong)
 
 
 def test_the_command_writes_every_file(saved, tmp_path):
@@ -249,29 +170,3 @@ def test_the_command_writes_every_file(saved, tmp_path):
     assert sorted(figures(tmp_path)) == [f"attention-{label}.json", f"survivors-{label}.json"]
     refused = cli(*command, "--evictor", "am-fast")
     assert refused.code == 1 and "not an evictor" in refused.err and refused.err.count("\n") == 1
-
-
-def test_the_command_measures_cost_without_the_controls(saved, tmp_path, monkeypatch):
-    """restore_from and offset are about answers: what compressing costs is measured without them."""
-    monkeypatch.setattr(cost, "compression_apart", in_process)
-    command = ("analyze", "--out", tmp_path, "--model", saved, "--what", "efficiency", "--scorer", "knorm",
-               "--tokens", 96, "--ratio", "0.3", "--repeat", 1, "--offset", 7, "--allocation", "per-head")  # fmt: skip
-    done = cli(*command)
-    assert done.code == 0, done.err
-    (path,) = (tmp_path / "efficiency").iterdir()
-    conventions = json.loads(path.read_text())["conventions"]
-    assert (conventions["offset"], conventions["allocation"], conventions["prefix_policy"]) == (
-        0,
-        "per-head",
-        "counted",
-    )
-
-
-@pytest.mark.slow
-def test_a_measurement_runs_in_a_process_of_its_own(saved):
-    model, _ = load_model(str(saved))
-    options = cost.CostOptions(("knorm",), 128, "0.2", repeat=1)
-    row = cost.compression_apart(model, options, CompressionConfig(), "knorm", True)
-    assert row["adapter"] == "random" and row["seconds"]["total"] > 0
-    with pytest.raises(RestoreKVError, match="restore tokens do not fit"):
-        cost.compression_apart(model, replace(options, ratio="0.01"), CompressionConfig(), "knorm", True)

@@ -113,17 +113,21 @@ def test_every_color_has_a_dark_twin():
         assert html.count(f"--{light[1:]}: {light};") == 1 and html.count(f"--{light[1:]}: {dark};") == 1
 
 
+def legend(panels):
+    return [entry for legend in draw.figure(Chart("c", "", panels)).legends for entry in legend.legend_handles]
+
+
 @pytest.mark.parametrize("marker", MARKERS)
 def test_legend_draws_every_marker(marker):
     line = Line(Mark("m", VERMILION, marker, dashed=True, hollow=True), [0], [0])
-    (entry,) = draw.legend([Panel([line]), Panel([line])])
+    (entry,) = legend([Panel([line]), Panel([line])])
     assert (entry.get_marker(), entry.get_color(), entry.get_markerfacecolor()) == (marker, VERMILION, "#fefefe")
-    assert entry.get_label() == "m" and draw.legend([Panel([replace(line, end="m")])]) == []
+    assert entry.get_label() == "m" and legend([Panel([replace(line, mark=Mark("", VERMILION))])]) == []
 
 
 def test_legend_draws_every_hatch():
     marks = [Mark(hatch or "plain", SKY, hatch=hatch) for hatch in ("", "//", "xx")]
-    entries = draw.legend([Panel(Bars(["a"], {mark: [1] for mark in marks}))])
+    entries = legend([Panel(Bars(["a"], {mark: [1] for mark in marks}))])
     assert [entry.get_hatch() or "" for entry in entries] == ["", "//", "xx"]
 
 

@@ -1,4 +1,4 @@
-"""A run folder made of thin air: cells as a grid writes them, analyses and efficiency as the analysis does."""
+"""A run folder made of thin air: cells as a grid writes them, analyses and costs as their commands do."""
 
 import json
 import random
@@ -18,6 +18,11 @@ RESTORE = 2
 TASKS = {"bundled": ("single", "qa", "choice4"), "qasper": ("qasper",), "needle": ("needle_500", "needle_2000")}
 TITLES = {"bundled": "Bundled suite", "qasper": "QASPER", "needle": "Needle in a haystack"}
 SKILL = {"kvzip": 0.75, "snapkv": 0.35, "kvzip+": 0.8, "h2o": 0.2, "full": 0.95}
+
+CONVENTIONS = {
+    "model": "bundled", "fingerprint": "f" * 16, "dtype": "float32", "benchmark": "bundled:count=26",
+    "protocol": "kvpress", "ratios": [0.05], "evictor": "kvzip",
+}  # fmt: skip
 
 
 def facts_of(cell: Cell, samples: int, **changes: object) -> dict:
@@ -119,11 +124,6 @@ def write_analyses(folder: Path) -> Path:
     """One file of every kind, in the formats of restorekv.evaluation.analysis."""
     rng = random.Random(0)
     (folder / "analysis").mkdir(parents=True, exist_ok=True)
-    (folder / "efficiency").mkdir(exist_ok=True)
-    conventions = {
-        "model": "bundled", "fingerprint": "f" * 16, "dtype": "float32", "benchmark": "bundled:count=26",
-        "protocol": "kvpress", "ratios": [0.05], "evictor": "kvzip",
-    }  # fmt: skip
     for kind, figures in {
         "attention": attention(rng),
         "divergence": divergence(),
@@ -131,11 +131,17 @@ def write_analyses(folder: Path) -> Path:
         "restore_attention": gaze(rng),
     }.items():
         told = {
-            "analysis": kind, "label": "bundled-kvzip", "conventions": conventions, "documents": 26, "questions": 92,
+            "analysis": kind, "label": "bundled-kvzip", "conventions": CONVENTIONS, "documents": 26, "questions": 92,
             "definitions": {"context": "mass on <non-sink> context columns"}, "figures": {"0.05": figures},
         }  # fmt: skip
         (folder / "analysis" / f"{kind}-bundled-kvzip.json").write_text(json.dumps(told))
-    (folder / "efficiency" / "bundled-cpu.json").write_text(json.dumps(efficiency(conventions)))
+    return folder
+
+
+def write_costs(folder: Path) -> Path:
+    """The file of `python -m benchmarks efficiency`, and of `restorekv analyze --what efficiency` before it."""
+    (folder / "efficiency").mkdir(parents=True, exist_ok=True)
+    (folder / "efficiency" / "bundled-cpu.json").write_text(json.dumps(efficiency()))
     return folder
 
 
@@ -203,12 +209,12 @@ def gaze(rng: random.Random) -> dict:
     }  # fmt: skip
 
 
-def efficiency(conventions: dict) -> dict:
+def efficiency() -> dict:
     seconds = {"prefill": 0.4, "score": 0.6, "restore": 0.0, "evict": 0.02, "total": 1.02}
     restored = seconds | {"restore": 0.01, "total": 1.03}
     return {
         "analysis": "efficiency", "label": "bundled-cpu", "definitions": {"total": "prefill to eviction"},
-        "conventions": conventions
+        "conventions": CONVENTIONS
         | {"machine": "two cores", "threads": 1, "tokens": 2048, "repeat": 3, "latency_context": "prefill"},
         "compression": [
             {"evictor": "kvzip", "restored": False, "adapter": None, "seconds": seconds, "peak": 123_000_000},

@@ -152,8 +152,7 @@ VALUES = {
     ),
     "analyze": (
         ("--what", "nothing"), ("--what", ""), ("--what", BROKEN), ("--ratio", 7), ("--evictor", "am-fast"),
-        ("--repeat", 0), ("--scorer", "magic"), ("--latency-context", "magic"),
-        ("--tokens", -5, "--what", "efficiency"), ("--device", "meta"),
+        ("--what", "efficiency"), ("--device", "meta"),
     ),
     "report": (
         ("--out", "/proc/x"),

@@ -37,7 +37,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {  # name: module, help, panel of `restor
     "demo": ("restorekv.cli.demo", "Compare a full cache with small ones on SmolLM2 and short stories.", USE),
     "eval": ("restorekv.cli.eval", "Score evictors on benchmarks, with and without restoring.", MEASURE),
     "report": ("restorekv.cli.report", "Write the results of a folder as one page of tables and charts.", MEASURE),
-    "analyze": ("restorekv.cli.analyze", "Show what eviction changes in attention, predictions and cost.", MEASURE),
+    "analyze": ("restorekv.cli.analyze", "Show what eviction changes in attention and predictions.", MEASURE),
     "data": ("restorekv.cli.data", "Build or show training data: documents, questions, the model's answers.", TRAIN),
     "train": ("restorekv.cli.train", "Train a restore adapter by self-distillation.", TRAIN),
     "train-gate": ("restorekv.cli.train_gate", "Train a learned scorer for the evictors fastkvzip and kvzap.", TRAIN),

@@ -1,4 +1,4 @@
-"""`restorekv analyze`: measures attention, predictions, survivors, what restore tokens attend to, and costs."""
+"""`restorekv analyze`: measures attention, predictions, survivors and what restore tokens attend to."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,23 +15,22 @@ from restorekv.compression.eviction import load_adapter, make_compressor
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
-from restorekv.evaluation.analysis import cost
 from restorekv.evaluation.analysis.run import ANALYSES, RENAMED, analyze
 from restorekv.evaluation.grid import SHIPPED, parse_method
 from restorekv.evaluation.worker import opened_model
 
-WHAT = (*ANALYSES, "efficiency")
-Scorers = Annotated[list[str], typer.Option(help="efficiency: a base scorer; repeatable.")]
+ALL = ",".join(ANALYSES)
+MOVED = "Time and memory are measured in a checkout of the project: `python -m benchmarks efficiency`."
 
 
 def run(
-    out: Annotated[Path, typer.Option(help="The run folder; figures go to OUT/analysis and OUT/efficiency.")],
+    out: Annotated[Path, typer.Option(help="The run folder; figures go to OUT/analysis.")],
     evictor: Annotated[
         str, typer.Option(help="SPEC or SPEC@ADAPTER (a folder, a hub id, published, auto, none).")
     ] = "kvzip",
     ratio: Annotated[list[str], typer.Option(help="A ratio in (0, 1]; repeatable.")] = ("0.05",),
     benchmark: Annotated[str, typer.Option(help="Documents and questions to analyze.")] = "bundled:count=26",
-    what: Annotated[str, typer.Option(help=f"Comma-separated analyses out of {','.join(WHAT)}.")] = ",".join(WHAT),
+    what: Annotated[str, typer.Option(help=f"Comma-separated analyses out of {ALL}.")] = ALL,
     label: Annotated[str | None, typer.Option(help="The name of the files; model and evictor unless given.")] = None,
     protocol: Annotated[str, typer.Option(help=f"{' or '.join(protocols.PROTOCOLS)}.")] = "kvpress",
     model: options.Model = "bundled",
@@ -43,56 +42,37 @@ def run(
     offset: options.Offset = 0,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
-    scorer: Scorers = cost.SCORERS,
-    tokens: Annotated[int, typer.Option(help="efficiency: the context's length T.")] = 2048,
-    repeat: Annotated[int, typer.Option(min=1, help="efficiency: compressions per measurement.")] = 3,
-    latency_context: Annotated[
-        str, typer.Option(help="efficiency: prefill, or random keys and values for attention over a long context.")
-    ] = "prefill",
 ) -> None:
     chosen, rules, documents = choose(what), protocols.make(protocol), tasks.make(benchmark)
     ratios = sorted(map(str, ratio), key=exact_ratio, reverse=True)
-    cost_options = cost.CostOptions(tuple(scorer), tokens, ratios[-1], repeat=repeat, latency_context=latency_context)
-    shared = (prefix_policy or rules.prefix_policy, on_small_budget, allocation)
-    conventions = CompressionConfig(*shared, restore_from, offset)
+    policy = prefix_policy or rules.prefix_policy
+    conventions = CompressionConfig(policy, on_small_budget, allocation, restore_from, offset)
     name, source = parse_method(evictor)
-    check_evictors(name, *scorer)
+    if not make_compressor(name).restores:
+        raise RestoreKVError(f"{name} is not an evictor, so no pair of the context survives in it; name one.")
     if out.exists() and not out.is_dir():
         raise RestoreKVError(f"{out} is a file; give a folder.")
     quiet()
     with phase(f"loading {model}"):
         loaded, tokenizer = opened_model(model, dtype, device, rules.name)
-    if analyses := [each for each in chosen if each in ANALYSES]:
-        eviction = make_compressor(name, conventions)
-        adapter = load_adapter(loaded, "auto" if source == SHIPPED else source, eviction, restore_tokens)
-        if "restore_attention" in analyses and not adapter:
-            notes.print("restore_attention is left out: without an adapter there are no restore tokens.")
-        eviction = replace(eviction, adapter=adapter)
-        with bar("analyzing documents", lines=True) as update:
-            print_paths(analyze(loaded, tokenizer, eviction, rules, documents, ratios, out, analyses, label, update))
-    if "efficiency" in chosen:
-        with bar("measuring time and memory", lines=True) as update:
-            config = CompressionConfig(*shared)
-            print_paths([cost.measure(loaded, tokenizer, out, cost_options, config, label, update)])
+    eviction = make_compressor(name, conventions)
+    adapter = load_adapter(loaded, "auto" if source == SHIPPED else source, eviction, restore_tokens)
+    if "restore_attention" in chosen and not adapter:
+        notes.print("restore_attention is left out: without an adapter there are no restore tokens.")
+    eviction = replace(eviction, adapter=adapter)
+    with bar("analyzing documents", lines=True) as update:
+        paths = analyze(loaded, tokenizer, eviction, rules, documents, ratios, out, chosen, label, update)
+    for path in paths:
+        output.print(f"Wrote {escape(str(path))}", soft_wrap=True)
 
 
 def choose(what: str) -> list[str]:
-    """Returns the analyses that `what` names, in the order of WHAT; earlier names still count."""
+    """Returns the analyses that `what` names, in the order of ANALYSES; earlier names still count."""
     names = [RENAMED.get(name.strip(), name.strip()) for name in what.split(",") if name.strip()]
-    unknown = [name for name in names if name not in WHAT]
+    if "efficiency" in names:
+        raise RestoreKVError(MOVED)
+    unknown = [name for name in names if name not in ANALYSES]
     if unknown or not names:
         problem = f"there is no analysis {unknown[0]!r}" if unknown else "no analysis is named"
-        raise RestoreKVError(f"In --what {problem}; give some of {','.join(WHAT)}.")
-    return [name for name in WHAT if name in names]
-
-
-def check_evictors(*names: str) -> None:
-    """Refuses a method that evicts nothing, before a model is loaded."""
-    for name in names:
-        if not make_compressor(name).restores:
-            raise RestoreKVError(f"{name} is not an evictor, so no pair of the context survives in it; name one.")
-
-
-def print_paths(paths: list[Path]) -> None:
-    for path in paths:
-        output.print(f"Wrote {escape(str(path))}", soft_wrap=True)
+        raise RestoreKVError(f"In --what {problem}; give some of {ALL}.")
+    return [name for name in ANALYSES if name in names]

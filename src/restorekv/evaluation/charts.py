@@ -4,8 +4,9 @@ Colors are those of Okabe and Ito (https://jfly.uni-koeln.de/color/), which work
 a marker or a hatch of its own too.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 INK, MUTED, GRID, PAPER = "#1d2530", "#5b6673", "#d5dae1", "#fefefe"
 BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"
@@ -42,26 +43,20 @@ class Mark:
 
 @dataclass(frozen=True)
 class Line:
-    """Points that a line joins, with an interval (lows, highs) of each.
-
-    `figures` stand below the points; `end` stands at the right edge, and then the line is not in the legend.
-    """
+    """Points that a line joins, with an interval (lows, highs) of each."""
 
     mark: Mark
     x: Sequence[float]
     y: Sequence[float]
     interval: tuple[Sequence[float], Sequence[float]] | None = None
-    figures: Sequence[str] = ()
-    end: str = ""
 
 
 @dataclass(frozen=True)
 class Level:
-    """A horizontal line across the panel; `end` as for a Line."""
+    """A horizontal line across the panel."""
 
     mark: Mark
     y: float
-    end: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,7 +105,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes, its size in inches."""
+    """One pair of axes, its size in inches; `finish` draws on matplotlib's axes what no other chart has."""
 
     content: Sequence[Line | Level | Area] | Bars | Heat
     x: Axis = field(default_factory=Axis)
@@ -118,6 +113,7 @@ class Panel:
     title: str = ""
     width: float = NARROW
     height: float = 3.0
+    finish: Callable[[Any], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -135,13 +131,14 @@ class Chart:
     note: str = ""
 
 
-def ratio_axis(ratios: Collection[float], label: str = "ratio r of pairs kept (log)") -> Axis:
+def ratio_axis(ratios: Collection[float]) -> Axis:
     """Returns a logarithmic axis with a number at each measured ratio that has room for one, tight budgets left."""
     ticks: list[float] = []
     for ratio in sorted(ratios, reverse=True):
         if not ticks or ticks[-1] / ratio >= 1.25:
             ticks.append(ratio)
-    return Axis(label, log=True, ticks=ticks, low=min(ratios) / 1.15, high=max(ratios) * 1.15)
+    low, high = min(ratios) / 1.15, max(ratios) * 1.15
+    return Axis("ratio r of pairs kept (log)", log=True, ticks=ticks, low=low, high=high)
 
 
 def index_axis(label: str, count: int) -> Axis:

@@ -15,8 +15,6 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from restorekv.evaluation import charts
@@ -35,7 +33,6 @@ DASHES = (0, (4, 2))
 BANDED, ASIDE = 2, 0.025  # more lines than this have bars for intervals, moved apart by this share
 NUMBERED = 96  # cells of a map that have room for their numbers
 SPAN = 2000  # an axis may span so many times its start and still have three ticks a decade
-GAP = 0.085  # between labels at the right edge, of the height of the axes and for each of their lines
 
 
 def image(chart: Chart, ending: str, width: float = charts.WIDE, transparent: bool = False) -> bytes:
@@ -63,28 +60,32 @@ def figure(chart: Chart, width: float = charts.WIDE) -> Figure:
         title, note = (
             textwrap.wrap(text, LETTERS[key]) for key, text in (("title", chart.title), ("note", chart.note))
         )
-        entries = legend(chart.panels)
-        columns = legend_columns([entry.get_label() for entry in entries], width)
-        lines = -(-len(entries) // columns) * LINE + MARGIN if entries else 0
-        head, foot = (MARGIN * 2 * bool(texts) for texts in (title, note))
-        head, foot = head + len(title) * TITLE + lines, foot + len(note) * NOTE
-        rows = in_rows(chart.panels)
-        heights = [max(panel.height for panel in row) for row in rows]
-        height = head + sum(heights) + foot
-        drawn = Figure(figsize=(width, height), layout="constrained")
+        drawn, rows = Figure(layout="constrained"), in_rows(chart.panels)
         FigureCanvasAgg(drawn)
-        drawn.get_layout_engine().set(rect=(0.01, foot / height, 0.98, 1 - (head + foot) / height), h_pad=0.09)
+        heights = [max(panel.height for panel in row) for row in rows]
         grid = drawn.add_gridspec(len(rows), 1, height_ratios=heights)
         for place, row in zip(grid, rows, strict=True):
             parts = place.subgridspec(1, len(row), width_ratios=[panel.width for panel in row])
             for part, panel in zip(parts, row, strict=True):
                 draw(drawn.add_subplot(part), panel)
+        entries = {
+            label: handle
+            for axes in drawn.axes
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        columns = legend_columns(list(entries), width)
+        lines = -(-len(entries) // columns) * LINE + MARGIN if entries else 0
+        head, foot = (MARGIN * 2 * bool(texts) for texts in (title, note))
+        head, foot = head + len(title) * TITLE + lines, foot + len(note) * NOTE
+        height = head + sum(heights) + foot
+        drawn.set_size_inches(width, height)
+        drawn.get_layout_engine().set(rect=(0.01, foot / height, 0.98, 1 - (head + foot) / height), h_pad=0.09)
         left = MARGIN / width
         drawn.text(left, 1 - MARGIN / height, "\n".join(title), fontsize=11, fontweight="bold", va="top")
         if entries:
             top = 1 - (len(title) * TITLE + MARGIN * bool(title)) / height
-            drawn.legend(handles=entries, loc="upper left", frameon=False, bbox_to_anchor=(0, top), ncols=columns,
-                         columnspacing=1.4).set_in_layout(False)  # fmt: skip
+            drawn.legend(entries.values(), entries, loc="upper left", frameon=False, bbox_to_anchor=(0, top),
+                         ncols=columns, columnspacing=1.4).set_in_layout(False)  # fmt: skip
         below = drawn.text(left, MARGIN / height, "\n".join(note), fontsize=8, color=charts.MUTED, va="bottom")
         below.set_linespacing(1.15)
     return drawn
@@ -98,25 +99,6 @@ def in_rows(panels: Sequence[Panel]) -> list[list[Panel]]:
             rows.append([])
         rows[-1].append(panel)
     return rows
-
-
-def legend(panels: Sequence[Panel]) -> list[Line2D | Patch]:
-    """Returns what explains the marks of all panels, each label once; what has a label at its end needs none."""
-    entries: dict[str, Line2D | Patch] = {}
-    for panel in panels:
-        content = panel.content
-        if isinstance(content, Bars):
-            for mark in content.parts:
-                bar = Patch(facecolor=mark.color, hatch=mark.hatch, edgecolor=charts.PAPER, label=mark.label)
-                entries.setdefault(mark.label, bar)
-        elif not isinstance(content, Heat):
-            for part in content:
-                area = isinstance(part, Area)
-                if area or not part.end:
-                    entry = Patch(facecolor=part.mark.color, alpha=0.3) if area else Line2D([], [], **look(part.mark))
-                    entry.set_label(part.mark.label)
-                    entries.setdefault(part.mark.label, entry)
-    return [entry for label, entry in entries.items() if label]
 
 
 def legend_columns(labels: Sequence[str], width: float = charts.WIDE) -> int:
@@ -142,18 +124,21 @@ def draw(axes: Axes, panel: Panel) -> None:
     axes.set(xlabel=panel.x.label, ylabel=panel.y.label)
     if panel.title:
         axes.set_title(textwrap.fill(panel.title, int(panel.width * CHARACTERS)))
+    if panel.finish:
+        panel.finish(axes)
 
 
 def _lines(axes: Axes, panel: Panel) -> None:
     lines = [part for part in panel.content if isinstance(part, Line)]
     several = sum(line.interval is not None for line in lines) > BANDED
     for turn, part in enumerate(panel.content):
-        color = part.mark.color
+        color, label = part.mark.color, part.mark.label
         if isinstance(part, Level):
-            axes.axhline(part.y, color=color, linestyle=look(part.mark)["linestyle"], linewidth=1.3, zorder=1)
+            style = {"linestyle": look(part.mark)["linestyle"], "linewidth": 1.3, "zorder": 1}
+            axes.axhline(part.y, label=label, color=color, **style)
         elif isinstance(part, Area):
             low, high = np.asarray(part.low), np.asarray(part.high)
-            shade = {"color": color, "alpha": 0.2, "linewidth": 0}
+            shade = {"color": color, "alpha": 0.2, "linewidth": 0, "label": label}
             axes.fill_between(part.x, low, high, where=high >= low, interpolate=True, **shade)
         else:
             x = np.asarray(part.x, dtype=float)
@@ -162,19 +147,10 @@ def _lines(axes: Axes, panel: Panel) -> None:
                 axes.vlines(x, *part.interval, color=color, linewidth=1.1, alpha=0.75)
             elif part.interval:
                 axes.fill_between(x, *part.interval, color=color, alpha=0.16, linewidth=0)
-            axes.plot(x, part.y, **look(part.mark))
+            axes.plot(x, part.y, label=label, **look(part.mark))
     _scale(axes, "x", panel.x, [value for line in lines for value in line.x])
-    _scale(axes, "y", panel.y, [value for part in panel.content for value in _heights(part)])
-    for line in lines:
-        for point in zip(line.x, line.y, line.figures, strict=False):
-            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
-            axes.annotate(point[2], point[:2], (0, -13), textcoords="offset points", ha="center", fontsize=8,
-                          color=line.mark.color, bbox=box)  # fmt: skip
-    _label_ends(axes, [part for part in panel.content if not isinstance(part, Area) and part.end])
-
-
-def _heights(part: Line | Level | Area) -> Sequence[float]:
-    return [part.y] if isinstance(part, Level) else part.y if isinstance(part, Line) else []
+    levels = [part.y for part in panel.content if isinstance(part, Level)]
+    _scale(axes, "y", panel.y, [*levels, *(value for line in lines for value in line.y)])
 
 
 def _scale(axes: Axes, which: str, asked: Axis, values: Sequence[float]) -> None:
@@ -194,49 +170,21 @@ def _scale(axes: Axes, which: str, asked: Axis, values: Sequence[float]) -> None
         axis.set_minor_formatter(NullFormatter())
 
 
-def _label_ends(axes: Axes, parts: Sequence[Line | Level]) -> None:
-    """Writes each label at the right edge, at the height where its line ends or as near as there is room."""
-    ends = [(axes.get_xlim()[1], _heights(part)[-1]) for part in parts]
-    heights = [axes.transAxes.inverted().transform(axes.transData.transform(end))[1] for end in ends]
-    for part, height in zip(parts, apart(heights, [part.end.count("\n") + 1 for part in parts]), strict=True):
-        axes.text(1.02, height, part.end, transform=axes.transAxes, va="center", fontsize=8, color=part.mark.color)
-
-
-def apart(heights: Sequence[float], lines: Sequence[int]) -> list[float]:
-    """Returns the heights, moved as little as keeps labels of so many lines from lying on each other."""
-    order = sorted(range(len(heights)), key=lambda index: heights[index])
-    found, floor, ceiling = list(heights), 0.0, 0.96
-    for index in order:
-        found[index] = max(heights[index], floor)
-        floor = found[index] + GAP * lines[index]
-    for index in reversed(order):
-        found[index] = min(found[index], ceiling)
-        ceiling = found[index] - GAP * lines[index]
-    return found
-
-
 def _bars(axes: Axes, panel: Panel) -> None:
     bars = panel.content
     thick = 0.8 if bars.stacked else 0.8 / len(bars.parts)
     places, ends = np.arange(len(bars.names)), np.zeros(len(bars.names))
-    labeled = []
     for turn, (mark, values) in enumerate(bars.parts.items()):
-        lengths = np.array([value or 0 for value in values], dtype=float)
-        starts = ends if bars.stacked else 0
         at = places if bars.stacked else places - 0.4 + thick * (turn + 0.5)
-        axes.barh(at, lengths, thick if bars.stacked else 0.9 * thick, left=starts, color=mark.color, hatch=mark.hatch,
-                  edgecolor=charts.PAPER, linewidth=0.6)  # fmt: skip
-        ends = starts + lengths
+        lengths = np.array([value or 0 for value in values], dtype=float)
+        look = {"color": mark.color, "hatch": mark.hatch, "edgecolor": charts.PAPER, "linewidth": 0.6}
+        start, height = (ends, thick) if bars.stacked else (0, 0.9 * thick)
+        axes.barh(at, lengths, height, left=start, label=mark.label, **look)
+        ends = ends + lengths if bars.stacked else lengths
         if bars.texts and (not bars.stacked or turn == len(bars.parts) - 1):
             texts = bars.texts[0 if bars.stacked else turn]
-            labeled += zip(np.maximum(ends, 0), at, texts, strict=True)
-    for end, place, text in labeled:
-        axes.annotate(text, (end, place), (3, 0), textcoords="offset points", va="center", fontsize=8.5)
-    letters = max((len(text) for _, _, text in labeled), default=0)
-    room = 1 - (LETTER * letters + MARGIN) / (0.7 * panel.width) if labeled else 1
-    lengths = [value for values in bars.parts.values() for value in values if value is not None]
-    most = max(ends) if bars.stacked else max(lengths)
-    axes.set_xlim(min(0, *lengths), panel.x.high or most / max(room, 0.3))
+            for end, place, text in zip(np.maximum(ends, 0), at, texts, strict=True):
+                axes.annotate(text, (end, place), (3, 0), textcoords="offset points", va="center", fontsize=8.5)
     axes.set_yticks(places, bars.names)
     axes.set_ylim(len(places) - 0.4, -0.6)
     axes.grid(visible=False)

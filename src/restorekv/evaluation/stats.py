@@ -90,9 +90,9 @@ def resampled(sums: np.ndarray, counts: np.ndarray, seed: int = 0) -> np.ndarray
     return np.concatenate(parts)
 
 
-def weighted_interval(sums: np.ndarray, weights: np.ndarray, seed: int = 0) -> tuple[float, float, float]:
+def weighted_interval(sums: np.ndarray, weights: np.ndarray) -> tuple[float, float, float]:
     """Returns total of `sums` over total of `weights`, both (documents,), with its 95 % interval."""
-    drawn = resamples(len(sums), seed)
+    drawn = resamples(len(sums), 0)
     totals = drawn @ weights
     means = (drawn @ sums)[totals > 0] / totals[totals > 0]
     low, high = np.percentile(means, (2.5, 97.5))

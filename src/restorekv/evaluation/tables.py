@@ -1,13 +1,13 @@
 """One table for every page, terminal and file: `Table` is data, and this module renders it.
 
-A terminal prints a table as it is (`Table.__rich__`), `markdown` makes its text, `records` the rows of its CSV file,
-and report/page.html its HTML. The module also holds what the paper calls the methods, and how numbers are written.
+A terminal prints a table as it is (`Table.__rich__`), `records` makes the rows of its CSV file and report/page.html its
+HTML. The module also holds what the paper calls the methods, and how numbers are written.
 """
 
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Self
 
@@ -133,22 +133,6 @@ class Table:
         return shown
 
 
-def markdown(table: Table) -> str:
-    """Returns the table's rows as Markdown, without title and note; a head of several rows becomes one."""
-    titles = table.titles
-    ruled = ["---" if index in table.left else "---:" for index in range(len(titles))]
-    body = [
-        [_marked(as_cell(value), row.strong and not index) for index, value in enumerate(row.cells)]
-        for row in table.rows
-    ]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (titles, ruled, *body))
-
-
-def _marked(cell: TableCell, strong: bool) -> str:
-    sign = "**" if strong else "*" if cell.tone == "note" else ""
-    return replace(cell, text=f"{sign}{cell.text}{sign}").plain.replace("|", "\\|")
-
-
 def records(table: Table) -> Sequence[Mapping[str, object]]:
     return table.data or [
         dict(zip(table.titles, (as_cell(value).plain for value in row.cells), strict=True)) for row in table.rows
@@ -165,9 +149,9 @@ def number(value: float | None, digits: int = 1, sign: bool = False) -> str:
     return text.replace("-", MINUS)
 
 
-def percent(share: float | None, digits: int = 1, sign: bool = False) -> str:
+def percent(share: float | None, digits: int = 1) -> str:
     """Returns 0.137 as "13.7 %"; an en dash for a share that is not known."""
-    return UNKNOWN if share is None else f"{number(100 * share, digits, sign)} %"
+    return UNKNOWN if share is None else f"{number(100 * share, digits)} %"
 
 
 def at(ratio: float) -> str:

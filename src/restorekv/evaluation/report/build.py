@@ -5,11 +5,13 @@ from datetime import datetime
 from pathlib import Path
 
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.report import accuracy, analyses, efficiency, kept, scores
+from restorekv.evaluation.report import accuracy, analyses, kept, scores
 from restorekv.evaluation.report.page import FILES, check_folder, write
 from restorekv.evaluation.report.runs import Run, model_name, read
 from restorekv.evaluation.results import SUMMARY, Result
 from restorekv.evaluation.tables import Table, slug
+
+COSTS = "What compressing cost stands in {}/efficiency; `python -m benchmarks efficiency --page --out {}` shows it."
 
 
 def report(folder: Path, out: Path | None = None) -> Path:
@@ -29,11 +31,17 @@ def report(folder: Path, out: Path | None = None) -> Path:
     run = read(folder)
     measured = [accuracy.section, scores.section, scores.metrics, kept.fidelity, accuracy.needles]
     sections = [section for make in measured for section in make(run)]
-    sections += analyses.sections(folder) + efficiency.sections(folder) + kept.section(run) + kept.conventions(run)
+    sections += analyses.sections(folder) + kept.section(run) + kept.conventions(run)
+    costs = (folder / "efficiency").is_dir()  # a checkout's benchmark wrote it
     if not sections:
-        raise RestoreKVError(f"{folder} holds no results to report; run `restorekv eval --out {folder}` first.")
+        raise RestoreKVError(
+            COSTS.format(folder, folder)
+            if costs
+            else f"{folder} holds no results to report; run `restorekv eval --out {folder}` first."
+        )
     found = scores.pairs(run)
     summary = [f"Restoring at the same budget: {scores.count(found)}"] if found else []
+    summary += [COSTS.format(folder, folder)] if costs else []
     return write(out, title(run), sections, summary, subtitle(run))
 
 
@@ -52,7 +60,7 @@ def terminal(results: Sequence[Result]) -> list[Table]:
 def title(run: Run) -> str:
     """Says what was measured."""
     models = dict.fromkeys(model_name(each.model).replace("Bundled", "the bundled") for each in run.conditions)
-    return f"Answers from compressed caches: {listed(models)}" if models else "Attention and cost of compressed caches"
+    return f"Answers from compressed caches: {listed(models)}" if models else "Attention to compressed caches"
 
 
 def subtitle(run: Run) -> str:

@@ -1,4 +1,4 @@
-"""What restoring costs (the paper's Fig. efficiency): time and memory of compressing, and of attention afterwards.
+"""`python -m benchmarks efficiency`: what restoring costs (the paper's Fig. efficiency), on any model.
 
 (a) compression   prefill, scoring, restore pass and eviction, with and without the restore pass, for every scorer;
                   each measurement is a process of its own (`compress_cost`)
@@ -22,15 +22,15 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from benchmarks.compress_cost import REFUSED, adapter_for, context_of, measure_apart, scorer_of
+from benchmarks.measure import processor
 from restorekv import evictors
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.budget import exact_ratio
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.prepared import CompressionConfig, ScoredContext
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.analysis.compress_cost import REFUSED, adapter_for, context_of, measure_apart, scorer_of
 from restorekv.evaluation.analysis.run import label_of
-from restorekv.evaluation.measure import processor
 from restorekv.evaluation.results import differences, provenance
 from restorekv.files import write_json
 from restorekv.model import attention
@@ -130,7 +130,7 @@ def compression_apart(
             "ratio": options.ratio, "repeat": options.repeat, "conventions": conventions.described(),
             "folder": name,
         }  # fmt: skip
-        command = [sys.executable, "-m", "restorekv.evaluation.analysis.compress_cost"]
+        command = [sys.executable, "-m", "benchmarks.compress_cost"]
         figures = measure_apart(command, job, Path(name), f"Measuring {scorer} at T = {options.tokens:,}")
     if REFUSED in figures:
         raise RestoreKVError(figures[REFUSED])

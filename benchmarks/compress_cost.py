@@ -1,4 +1,4 @@
-"""Measures compressing a context with one scorer, with or without a restore pass: python -m ...compress_cost JOB.
+"""Measures compressing with one scorer, with or without a restore pass: python -m benchmarks.compress_cost JOB.
 
 Every measurement is a process of its own, so that no memory that another one freed is used again, uncounted.
 """
@@ -19,11 +19,11 @@ import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from benchmarks.measure import Peak, serve
 from restorekv.compression.budget import from_file
 from restorekv.compression.eviction import Eviction, shipped_adapter
 from restorekv.compression.prepared import timed
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.measure import Peak, serve
 from restorekv.evictors import gate_file
 from restorekv.evictors.gate_file import Gate, GateCard
 from restorekv.model.load import BUNDLED, load_model, model_name

@@ -1,15 +1,17 @@
-"""What compressing costs with and without the restore pass, and what a compressed cache saves when it is asked."""
+"""Charts and a table of what `python -m benchmarks efficiency` measured, and their page."""
 
 from collections.abc import Mapping
 from pathlib import Path
 
+from benchmarks.efficiency import FOLDER
+from restorekv.errors import RestoreKVError
 from restorekv.evaluation import charts
 from restorekv.evaluation.charts import Axis, Chart, Line, Mark, Panel
+from restorekv.evaluation.report import page
 from restorekv.evaluation.report.analyses import BASE, RESTORED, explained, read
 from restorekv.evaluation.report.page import Block, Section
 from restorekv.evaluation.tables import UNKNOWN, Table, evictor_name, number, percent, slug
 
-FOLDER = "efficiency"
 PHASES = {
     "prefill": Mark("prefill", charts.MUTED),
     "score": Mark("scoring", charts.SKY, hatch="//"),
@@ -22,12 +24,14 @@ INTRO = (
 )
 
 
-def sections(folder: Path) -> list[Section]:
-    """Returns one section for all machines that were measured."""
+def write(folder: Path) -> Path:
+    """Writes a page of all machines that were measured, to DIR/efficiency/page, and returns it."""
     blocks: list[Block] = []
     for found in read(folder / FOLDER):
         blocks += [compression(found), costs(found), latency(found), explained(found)]
-    return [Section("Efficiency", INTRO, blocks)] if blocks else []
+    if not blocks:
+        raise RestoreKVError(f"{folder / FOLDER} holds no figures; measure some, without --page.")
+    return page.write(folder / FOLDER / "page", "Cost of compressing", [Section("Efficiency", INTRO, blocks)])
 
 
 def machine(found: Mapping) -> str:
