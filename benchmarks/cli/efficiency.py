@@ -10,7 +10,7 @@ from benchmarks.efficiency import SCORERS, CostOptions, measure
 from benchmarks.efficiency_page import write
 from restorekv.cli import options
 from restorekv.cli.session import bar, output, phase, quiet
-from restorekv.compression.compressor import make_compressor
+from restorekv.compression.eviction import make_compressor
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols

@@ -90,8 +90,9 @@ def test_a_round_leaves_the_full_cache_as_it_was(monkeypatch):
         assert positions.tolist() == [[50]] and mask is None
         for layer in cache.layers:
             layer.update(*(torch.zeros(1, 2, 1, 16).bfloat16() for _ in range(2)))
+        return torch.zeros(1, 8)
 
-    monkeypatch.setattr(decode, "next_ids", grow)
+    monkeypatch.setattr(decode, "next_logits", grow)
     monkeypatch.setattr(decode.CacheShape, "of", lambda model: SHAPE)
     monkeypatch.setattr(decode, "attention_seconds", lambda *_: {})
     decode.one_ratio(None, full, Options(50, repeat=2), 0.5, 1.0)

@@ -107,6 +107,16 @@ def add_routes(app: FastAPI, service: Service, ready: Callable[[], bool]) -> Non
     async def one_model(name: str) -> dict:
         return replies.model(Variant.parse(name, service.base).name)
 
+    @app.post("/v1/chat/completions")
+    async def complete(request: Request, asked: ChatRequest) -> Response:
+        return await service.complete(asked, request.is_disconnected)
+
+    add_files(app, service)
+
+
+def add_files(app: FastAPI, service: Service) -> None:
+    """Adds the paths of uploads."""
+
     @app.post("/v1/files")
     async def create(request: Request, file: UploadFile, purpose: str = Form("user_data")) -> dict:
         form = await request.form()
@@ -137,10 +147,6 @@ def add_routes(app: FastAPI, service: Service, ready: Callable[[], bool]) -> Non
         upload = service.found(name)
         service.store.delete(upload.id)
         return {"id": upload.id, "object": "file", "deleted": True}
-
-    @app.post("/v1/chat/completions")
-    async def complete(request: Request, asked: ChatRequest) -> Response:
-        return await service.complete(asked, request.is_disconnected)
 
 
 def lifetime(form: object) -> int | None:
