@@ -45,9 +45,9 @@ class World:
 
 def make_world(
     place: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: dict[str, str],
-    questions: Sequence[str], **options: Any,
+    questions: Sequence[str], tokens: int = TOKENS, **options: Any,
 ) -> World:  # fmt: skip
-    """Compresses texts, by the names of their files, and asks each all questions."""
+    """Compresses texts, by the names of their files, and asks each all questions, for answers of so many tokens."""
     folder, store = place / "model", place / "store"
     store.mkdir(parents=True)
     model.save_pretrained(folder)
@@ -57,7 +57,7 @@ def make_world(
         portable = compress(model, tokenizer, text, adapter=None, allocation="per-head", **options).portable()
         portable.save(store / f"{name}.safetensors")
         documents.append(portable)
-    expected = [document.ask(model, tokenizer, questions, TOKENS) for document in documents]
+    expected = [document.ask(model, tokenizer, questions, tokens) for document in documents]
     return World(str(folder), model, tokenizer, store, documents, questions, expected)
 
 
@@ -84,8 +84,13 @@ def ask(llm: Any, prompts: Sequence[list[int]], **options: Any) -> list[Any]:
     return [output.outputs[0] for output in outputs]
 
 
-def answers(llm: Any, prompts: Sequence[list[int]]) -> list[str]:
-    return [output.text for output in ask(llm, prompts)]
+def answers(llm: Any, prompts: Sequence[list[int]], **options: Any) -> list[str]:
+    return [output.text for output in ask(llm, prompts, **options)]
+
+
+def without_halves(texts: Sequence[str]) -> list[str]:
+    """Returns texts without the parts of a character at their ends, which vLLM holds back."""
+    return [text.rstrip("\ufffd") for text in texts]
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ class Store:
         document = self.matching(ids) or (self.scan() and self.matching(ids))
         if not document:
             unknown = "The prompt begins with placeholders of a document that the store does not have."
-            unreadable = [each.problem for _, each in self.documents.values() if not each.ids]
+            unreadable = [each.problem for _, each in self.documents.values() if not each.ids and each.path.exists()]
             raise RestoreKVError(" ".join([unknown, *unreadable]))
         if document.problem:
             raise RestoreKVError(document.problem)
@@ -106,10 +107,11 @@ class Store:
         """Reads files that are new or changed; returns whether there were any."""
         news = False
         for path in sorted(self.folder.glob("*.safetensors")):
-            changed = path.stat().st_mtime_ns
-            if self.documents.get(path, (None,))[0] != changed:
-                news = True
-                self.documents[path] = changed, self.described(path)
+            with suppress(FileNotFoundError):  # it was moved away just now
+                changed = path.stat().st_mtime_ns
+                if self.documents.get(path, (None,))[0] != changed:
+                    news = True
+                    self.documents[path] = changed, self.described(path)
         return news
 
     def described(self, path: Path) -> Document:
