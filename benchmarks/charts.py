@@ -14,6 +14,7 @@ from pathlib import Path
 from benchmarks.chart_bars import compressing, layers, scoring, training
 from benchmarks.chart_lines import decoding, kernel
 from benchmarks.chart_memory import memory
+from benchmarks.vllm_chart import serving
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import draw
 from restorekv.evaluation.charts import Chart
@@ -27,6 +28,7 @@ KINDS: dict[frozenset[str], Callable[[Mapping], Chart]] = {
     frozenset({"method", "multiple"}): scoring,
     frozenset({"variant", "seconds", "step"}): training,
     frozenset({"ratio", "ours", "roofline"}): kernel,
+    frozenset({"side", "positions", "throughput"}): serving,
 }
 BENCHMARKS = "bench, bench-decode, bench-memory, bench-scorers, bench-train or bench-kernel"
 DAY = re.compile(r"\d{4}-\d{2}-\d{2}")

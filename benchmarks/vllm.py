@@ -14,15 +14,17 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from benchmarks.workload import describe_machine
+from benchmarks.workload import SHAPE, describe_machine, save_model, save_tokenizer
 from restorekv.compression.compressor import compress
 from restorekv.evaluation.tables import Table
 from restorekv.model.load import load_model
 from restorekv.model.prompt import make_context, question_ids
 from restorekv.vllm import transfer_config
 
+RANDOM = "qwen3-0.6b-random"  # random weights in its shape, which cost what the model's own would
 BLOCK, SPARE = 32, 64  # tokens of a block; positions for a question and its answer
 QUESTIONS = tuple(f"What happens in part {number} of the story?" for number in range(34))
 
@@ -43,36 +45,52 @@ class Options:
 def run(options: Options, tell: Callable[[str], None]) -> dict:
     """Makes the documents, then measures one side after the other, each in a process of its own."""
     torch.set_num_threads(1)
-    model, tokenizer = load_model(options.model)
     with tempfile.TemporaryDirectory(prefix="restorekv-vllm-") as name:
         folder = Path(name)
-        model.save_pretrained(folder / "model")
-        tokenizer.save_pretrained(folder / "model")
-        sides = {"whole": ([], None, options.tokens)}
+        facts = save(folder / "model", options.model)
+        model, tokenizer = load_model(str(folder / "model"))
         documents = texts(tokenizer, options)
-        for text in documents:
-            context = make_context(tokenizer, text)
-            ids = context.ids[0].tolist()
-            sides["whole"][0].append([ids + question_ids(tokenizer, context, each)[0].tolist() for each in QUESTIONS])
-        for ratio in options.ratios:
-            store = folder / f"store-{ratio}"
-            store.mkdir()
-            prompts, columns = [], 0
-            for number, text in enumerate(documents):
-                tell(f"compressing document {number + 1} of {options.documents} at r = {ratio}")
-                small = compress(
-                    model, tokenizer, text, evictor="snapkv", adapter=None, ratio=ratio, allocation="per-head"
-                )
-                portable = small.portable()
-                portable.save(store / f"{number}.safetensors")
-                prompts.append([portable.inputs(tokenizer, each)["input_ids"][0].tolist() for each in QUESTIONS])
-                columns = portable.tokens
-            sides[f"r = {ratio}"] = prompts, transfer_config(store), columns
-        rows = {}
-        for side, (prompts, transfer, columns) in sides.items():
+        rows = []
+        for side, (prompts, transfer, columns) in sides(model, tokenizer, documents, folder, options, tell):
             tell(f"asking vLLM, {side}")
-            rows[side] = {"positions": columns, **ask(folder, options, prompts, transfer)}
-    return {"options": asdict(options), "machine": describe_machine(1), "rows": rows}
+            rows.append({"side": side, "positions": columns, **ask(folder, options, prompts, transfer, model.dtype)})
+    return {"options": asdict(options), "machine": describe_machine(1), "rows": rows, **facts}
+
+
+def save(folder: Path, name: str) -> dict:
+    """Saves the model and its tokenizer; of random weights, returns what `model` of the result says."""
+    if name != RANDOM:
+        for part in load_model(name):
+            part.save_pretrained(folder)
+        return {}
+    save_tokenizer(folder)
+    facts = {"num_hidden_layers": SHAPE["num_hidden_layers"], "dtype": "bfloat16"}
+    return {"model": {"parameters": save_model(folder, SHAPE, seed=0), **facts}}
+
+
+def sides(
+    model: PreTrainedModel, tokenizer: Tokenizer, documents: list[str], folder: Path, options: Options,
+    tell: Callable[[str], None],
+) -> Iterator[tuple[str, tuple[list, dict | None, int]]]:  # fmt: skip
+    """Yields every side with its prompts by document and question, its connector and the positions of a document."""
+    whole = []
+    for text in documents:
+        context = make_context(tokenizer, text)
+        ids = context.ids[0].tolist()
+        whole.append([ids + question_ids(tokenizer, context, each)[0].tolist() for each in QUESTIONS])
+    yield "whole", (whole, None, options.tokens)
+    for ratio in options.ratios:
+        store = folder / f"store-{ratio}"
+        store.mkdir()
+        prompts, columns = [], 0
+        for number, text in enumerate(documents):
+            tell(f"compressing document {number + 1} of {options.documents} at r = {ratio}")
+            small = compress(model, tokenizer, text, evictor="snapkv", adapter=None, ratio=ratio, allocation="per-head")
+            portable = small.portable()
+            portable.save(store / f"{number}.safetensors")
+            prompts.append([portable.inputs(tokenizer, each)["input_ids"][0].tolist() for each in QUESTIONS])
+            columns = portable.tokens
+        yield f"r = {ratio}", (prompts, transfer_config(store), columns)
 
 
 def texts(tokenizer: Tokenizer, options: Options) -> list[str]:
@@ -83,11 +101,12 @@ def texts(tokenizer: Tokenizer, options: Options) -> list[str]:
     return [tokenizer.decode(part) for part in parts]
 
 
-def ask(folder: Path, options: Options, prompts: list, transfer: dict | None) -> dict:
+def ask(folder: Path, options: Options, prompts: list, transfer: dict | None, dtype: torch.dtype) -> dict:
     """Runs one side in a process of its own."""
     job = {
-        "model": str(folder / "model"), "transfer": transfer, "prompts": prompts, "warmup": list(range(100, 130)),
-        "block": BLOCK, "longest": options.tokens + 4 * SPARE, "tokens": options.answer,
+        "model": str(folder / "model"), "dtype": str(dtype).removeprefix("torch."), "transfer": transfer,
+        "prompts": prompts, "warmup": list(range(100, 130)), "block": BLOCK,
+        "longest": options.tokens + 4 * SPARE, "tokens": options.answer,
         "blocks": options.fitting * (options.tokens + 2 * SPARE) // BLOCK, "together": options.together,
         "alone": min(4, options.documents), "loads": {"fit": options.fitting, "do not fit": options.documents},
     }  # fmt: skip
@@ -102,12 +121,12 @@ def tables(result: dict) -> Iterator[Table | str]:
     options, rows = result["options"], result["rows"]
     space = options["fitting"] * options["tokens"]
     head = ["documents", "positions each", "resident", "first token, cold", "warm"]
-    names = list(rows["whole"]["throughput"])
+    names = list(rows[0]["throughput"])
     lines = []
-    for side, row in rows.items():
+    for row in rows:
         times = [median(row["cold"]), median(row["warm"])]
         rates = [row["throughput"][name] for name in names]
-        lines.append([side, row["positions"], space // row["positions"], *(f"{x:.2f} s" for x in times),
+        lines.append([row["side"], row["positions"], space // row["positions"], *(f"{x:.2f} s" for x in times),
                       *(f"{x:.1f}" for x in rates)])  # fmt: skip
     yield Table(
         "vllm", "Whole and compressed documents in one KV space", [*head, *(f"tokens/s, {x}" for x in names)], lines

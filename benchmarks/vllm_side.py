@@ -21,12 +21,12 @@ def measure(job: dict) -> dict:
 
     options = {"kv_transfer_config": job["transfer"]} if job["transfer"] else {}
     llm = LLM(
-        job["model"], dtype="float32", enforce_eager=True, enable_prefix_caching=True, block_size=job["block"],
+        job["model"], dtype=job["dtype"], enforce_eager=True, enable_prefix_caching=True, block_size=job["block"],
         num_gpu_blocks_override=job["blocks"], max_model_len=job["longest"], **options,
     )  # fmt: skip
 
     def timed(prompts: list[list[int]], tokens: int) -> float:
-        params = SamplingParams(temperature=0, max_tokens=tokens, min_tokens=tokens)
+        params = SamplingParams(temperature=0, max_tokens=tokens, min_tokens=tokens, detokenize=False)
         start = time.perf_counter()
         llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         return time.perf_counter() - start

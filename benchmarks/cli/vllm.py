@@ -6,13 +6,13 @@ from typing import Annotated
 import typer
 
 from benchmarks.cli.session import benchmark, each
-from benchmarks.vllm import Options, tables
+from benchmarks.vllm import RANDOM, Options, tables
 from benchmarks.vllm import run as measure
 from restorekv.files import check_target
 
 
 def run(
-    model: Annotated[str, typer.Option(help="A small decoder; smollm2, a folder or a hub id.")] = "smollm2",
+    model: Annotated[str, typer.Option(help=f"A small decoder: smollm2, a folder, a hub id, or {RANDOM}.")] = "smollm2",
     tokens: Annotated[int, typer.Option(help="Length of every document.")] = 2048,
     documents: Annotated[int, typer.Option(min=2, help="How many documents are asked in turn.")] = 8,
     fitting: Annotated[int, typer.Option(min=1, help="Whole documents for which the KV space is made.")] = 4,

@@ -1,131 +1,82 @@
-"""The connector inside the real vLLM, in process and as a server: `make vllm`, in an environment of its own."""
+"""The connector inside the real vLLM: `make vllm`, in an environment of its own."""
 
-import json
-import os
-import subprocess
-import sys
-import time
 import urllib.error
-import urllib.request
 
 import pytest
 
-vllm = pytest.importorskip("vllm")
+from restorekv.vllm import chat
+from tests.helpers.engine import TOKENS, answers, ask, engine, make_world, post, server, without_halves
+from tests.helpers.models import build_model, build_tokenizer
 
-from restorekv import compress, load_model  # noqa: E402
-from restorekv.vllm import prompt, transfer_config  # noqa: E402
-
+pytest.importorskip("vllm")
 pytestmark = pytest.mark.slow
-NAMES = ("Ada", "Bob", "Eve", "Dan", "Ida", "Kim", "Leo", "Max", "Ned", "Uma")
-QUESTIONS = [
-    "Who owns the red house?", "What is the code of the red house?", "How many trees are in the garden?",
-    "Is there a well?", "What does the owner of the red house do?", "Who owns the blue house?",
-    "What is in the garden?",
-    "What color is the house?", "Which number is the code?", "What is the text about?",
-]  # fmt: skip
-TOKENS = 24
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1",
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    """Ten documents of one length, and the answers that restorekv gives from the same portable caches."""
-    os.environ.update(ENVIRONMENT)
-    model, tokenizer = load_model("smollm2")
-    folder = str(tmp_path_factory.mktemp("model"))
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    store, documents, expected = tmp_path_factory.mktemp("store"), [], []
-    for number, name in enumerate(NAMES):
-        facts = f"The red house belongs to {name}. Its code is {number * 37 + 112}. The garden has {number + 3} trees. "
-        options = {"evictor": "snapkv", "adapter": None, "tokens_per_head": 60, "allocation": "per-head"}
-        portable = compress(model, tokenizer, facts * 5, **options).portable()
-        portable.save(store / f"{name}.safetensors")
-        documents.append(portable)
-        expected.append(portable.ask(model, tokenizer, QUESTIONS, TOKENS))
-    assert len({document.tokens for document in documents}) == 1
-    return store, documents, expected, tokenizer, folder
+BLOCK = 32  # the fewest tokens of a block on a CPU
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["prefix caching", "no prefix caching"])
-def engine(request, world):
-    llm = vllm.LLM(
-        world[4], dtype="float32", enforce_eager=True, max_model_len=1024,
-        kv_transfer_config=transfer_config(world[0]), enable_prefix_caching=request.param,
-    )  # fmt: skip
-    yield llm
-    llm.llm_engine.engine_core.shutdown()
+def llm(request, world):
+    with engine(world, enable_prefix_caching=request.param) as llm:
+        yield llm
 
 
-def texts(engine, prompts, **options):
-    params = vllm.SamplingParams(temperature=0, max_tokens=TOKENS, **options)
-    outputs = engine.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-    return [(output.outputs[0].text, output.outputs[0].finish_reason) for output in outputs]
-
-
-def test_answers_equal_those_of_ask_in_mixed_batches_and_alone(world, engine):
-    _, documents, expected, tokenizer, _ = world
-    rows = [(number, place) for place in range(len(QUESTIONS)) for number in range(len(documents))]
-    prompts = [prompt(documents[number], QUESTIONS[place], tokenizer) for number, place in rows]
-    answers = [text for text, _ in texts(engine, prompts)]
-    assert answers == [expected[number][place] for number, place in rows]  # 100 of 100
+def test_answers_equal_those_of_ask_in_mixed_batches_and_alone(world, llm):
+    rows = [(number, place) for place in range(len(world.questions)) for number in range(len(world.documents))]
+    found = answers(llm, [world.prompt(*row) for row in rows])
+    assert found == [world.expected[number][place] for number, place in rows]  # 100 of 100
     for number, place in rows[::17]:
-        alone = texts(engine, [prompt(documents[number], QUESTIONS[place], tokenizer)])
-        assert alone[0][0] == expected[number][place]
+        assert answers(llm, [world.prompt(number, place)]) == [world.expected[number][place]]
 
 
-def test_an_unknown_document_ends_its_request_alone(world, engine):
-    _, documents, expected, tokenizer, _ = world
-    good, bad = prompt(documents[0], QUESTIONS[1], tokenizer), prompt(documents[1], QUESTIONS[1], tokenizer)
+def test_an_unknown_document_ends_its_request_alone(world, llm):
+    good, bad = world.prompt(0, 1), world.prompt(1, 1)
     bad[10] = (bad[10] + 1) % 1000
-    named = {"extra_args": {"kv_transfer_params": {"document": NAMES[2]}}}
-    answers = texts(engine, [bad, good, bad])
-    assert [text for text, _ in answers] == ["", expected[0][1], ""]
-    assert (answers[0][1], answers[2][1]) == ("error", "error")
-    assert texts(engine, [good], **named)[0] == ("", "error")  # the prompt asks another document than the request names
-    plain = tokenizer.encode("The sea is")
-    assert texts(engine, [plain])[0][0]
+    named = {"extra_args": {"kv_transfer_params": {"document": "Eve"}}}
+    outputs = ask(llm, [bad, good, bad])
+    assert [output.text for output in outputs] == ["", world.expected[0][1], ""]
+    assert (outputs[0].finish_reason, outputs[2].finish_reason) == ("error", "error")
+    other = ask(llm, [good], **named)[0]  # the prompt asks another document than the request names
+    assert (other.text, other.finish_reason) == ("", "error")
+    assert answers(llm, [world.tokenizer.encode("The sea is")])[0]
 
 
 def test_documents_survive_eviction_from_a_small_cache(world):
     """Blocks for three documents at a time: the others are loaded again when they are asked again."""
-    store, documents, expected, tokenizer, folder = world
-    llm = vllm.LLM(
-        folder, dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=2,
-        kv_transfer_config=transfer_config(store), enable_prefix_caching=True, num_gpu_blocks_override=8,
-    )  # fmt: skip
-    for _ in range(2):
-        answers = texts(llm, [prompt(document, QUESTIONS[1], tokenizer) for document in documents])
-        assert [text for text, _ in answers] == [answer[1] for answer in expected]
-    llm.llm_engine.engine_core.shutdown()
+    small = {"max_model_len": 512, "max_num_seqs": 2, "num_gpu_blocks_override": 8}
+    with engine(world, enable_prefix_caching=True, **small) as llm:
+        for _ in range(2):
+            found = answers(llm, [world.prompt(number, 1) for number in range(len(world.documents))])
+            assert found == [row[1] for row in world.expected]
+
+
+@pytest.mark.parametrize("caching", [True, False], ids=["prefix caching", "no prefix caching"])
+def test_preempted_requests_resume_with_their_document(tmp_path, caching):
+    """Blocks in which two requests can begin and only one can end."""
+    texts = {color: f"The code of the {color} house is seven; nobody lives there. " * 3 for color in ("red", "blue")}
+    model = build_model("llama", hidden_size=128, head_dim=32)
+    options = {"evictor": "knorm", "tokens_per_head": 40, "tokens": 2 * BLOCK}  # answers that take two blocks more
+    world = make_world(tmp_path, model, build_tokenizer(), texts, ["Which code?", "who lives there?"], **options)
+    rows = [(number, place) for number in range(2) for place in range(2)]
+    first = -(-max(len(world.prompt(*row)) for row in rows) // BLOCK)
+    small = {"block_size": BLOCK, "max_model_len": BLOCK * (first + 3), "num_gpu_blocks_override": 2 * first + 2}
+    with engine(world, enable_prefix_caching=caching, disable_log_stats=False, **small) as llm:
+        before = preemptions(llm)
+        found = answers(llm, [world.prompt(*row) for row in rows], max_tokens=options["tokens"])
+        assert preemptions(llm) > before
+    assert without_halves(found) == without_halves([world.expected[number][place] for number, place in rows])
+
+
+def preemptions(llm) -> float:
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
 
 
 def test_through_vllms_own_server(world):
-    store, documents, expected, tokenizer, folder = world
-    command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--port",
-        "8765", "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--kv-transfer-config",
-        json.dumps(transfer_config(store)),
-    ]  # fmt: skip
-    server = subprocess.Popen(command, env={**os.environ, **ENVIRONMENT}, stdout=subprocess.DEVNULL)
-    try:
-        for _ in range(180):
-            try:
-                urllib.request.urlopen("http://127.0.0.1:8765/health", timeout=2)
-                break
-            except (urllib.error.URLError, OSError):
-                assert server.poll() is None, "the server ended"
-                time.sleep(1)
-        for number in range(0, len(documents), 3):
-            ids = prompt(documents[number], QUESTIONS[1], tokenizer)
-            body = {"model": folder, "prompt": ids, "max_tokens": TOKENS, "temperature": 0}
-            headers = {"Content-Type": "application/json"}
-            request = urllib.request.Request("http://127.0.0.1:8765/v1/completions", json.dumps(body).encode(), headers)
-            answer = json.load(urllib.request.urlopen(request, timeout=60))
-            assert answer["choices"][0]["text"] == expected[number][1]
-    finally:
-        server.terminate()
-        server.wait(30)
+    with server(world):
+        for number in range(0, len(world.documents), 3):
+            body = {"model": world.folder, "max_tokens": TOKENS, "temperature": 0}
+            asked = chat(world.documents[number], world.questions[1], world.tokenizer)
+            told = post("chat/completions", {**body, **asked})["message"]["content"]
+            assert told == world.expected[number][1]
+            assert post("completions", {**body, "prompt": world.prompt(number, 1)})["text"] == told
+        del asked["kv_transfer_params"]["prompt_token_ids"]
+        with pytest.raises(urllib.error.HTTPError):  # named, and not in the prompt
+            post("chat/completions", {**body, **asked})

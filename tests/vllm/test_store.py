@@ -1,6 +1,7 @@
 """Which document a prompt asks, without vLLM: unknown, damaged, foreign and replaced documents are never served."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -87,20 +88,49 @@ def test_files_may_come_go_and_change(place):
     for path in folder.glob("*.safetensors"):
         path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
     fresh = Store(folder, store.expected)
-    with pytest.raises(RestoreKVError, match="does not have"):
+    with pytest.raises(RestoreKVError, match=r"does not have\. .*red.safetensors"):  # which says what is wrong with it
         fresh.find(asked[0])
 
 
 @pytest.mark.parametrize(
     ("facts", "what"),
-    [({"dtype": "bfloat16"}, "dtype float32"), ({"heads": 7}, "heads"), ({"layers": 1}, "layers"),
+    [({"head_dim": 7}, "head_dim"), ({"heads": 7}, "heads"), ({"layers": 1}, "layers"),
      ({"rope": {"rope_type": "yarn"}}, "rope"), ({"fingerprint": "0"}, "other weights"),
      ({"vocabulary": 9}, "token ids"), ({"vocabulary": VOCABULARY + 1}, "token ids")],
 )  # fmt: skip
 def test_documents_of_another_model_are_refused(tiny_model, place, facts, what):
-    folder, documents, _, _ = place
+    """A prompt that asks one is told why, whatever vocabulary its placeholders were drawn from."""
+    folder, documents, _, tokenizer = place
+    expected = expected_for(tiny_model, **facts)
     with pytest.raises(CacheFileError, match=what):
-        expected_for(tiny_model, **facts).check(documents[0], folder / "red.safetensors")
+        expected.check(documents[0], folder / "red.safetensors")
+    store = Store(folder, expected)
+    store.scan()
+    with pytest.raises(RestoreKVError, match=f"red.safetensors was made .*{what}"):
+        store.find(prompt(documents[0], QUESTION, tokenizer))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_pairs_are_cast_to_the_dtype_of_the_engine(tiny_model, place, dtype):
+    folder, documents, _, tokenizer = place
+    store = Store(folder, expected_for(tiny_model, dtype=str(dtype).removeprefix("torch.")))
+    for document in documents:  # the placeholders stay those of the file
+        keys, values = store.pairs(store.find(prompt(document, QUESTION, tokenizer)))
+        assert keys.equal(document.keys.to(dtype)) and values.equal(document.values.to(dtype))
+
+
+def test_numbers_that_the_dtype_cannot_hold_are_refused(tiny_model, place):
+    folder, documents, _, tokenizer = place
+    large = replace(documents[0], values=documents[0].values * 1e9)
+    large.save(folder / "large.safetensors")
+    for dtype, fits in (("float16", False), ("bfloat16", True)):
+        store = Store(folder, expected_for(tiny_model, dtype=dtype))
+        found = store.find(prompt(large, QUESTION, tokenizer))
+        if fits:
+            assert store.pairs(found)[1].isfinite().all()
+        else:
+            with pytest.raises(CacheFileError, match="too large for float16"):
+                store.pairs(found)
 
 
 def test_a_file_cannot_claim_the_placeholders_of_another(tiny_tokenizer, place):

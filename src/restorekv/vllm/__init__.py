@@ -35,3 +35,17 @@ def prompt(document: str | Path | Portable, question: str, tokenizer: Tokenizer,
     """
     portable = document if isinstance(document, Portable) else load_portable(document)
     return portable.inputs(tokenizer, question, answer_prefix)["input_ids"][0].tolist()
+
+
+def chat(document: str | Path | Portable, question: str, tokenizer: Tokenizer, answer_prefix: str = "") -> dict:
+    """Returns `messages` and `kv_transfer_params` of a request to /v1/chat/completions that asks a document.
+
+    vLLM 0.31 and later take the prompt's ids from `kv_transfer_params` and leave the messages unread. A version that
+    does not know these ids ends the request with an error, because it names a document that its prompt lacks.
+    """
+    portable = document if isinstance(document, Portable) else load_portable(document)
+    ids = prompt(portable, question, tokenizer, answer_prefix)
+    return {
+        "messages": [{"role": "user", "content": question}],
+        "kv_transfer_params": {"prompt_token_ids": ids, "document": portable.name},
+    }

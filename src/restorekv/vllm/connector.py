@@ -62,7 +62,15 @@ class RestoreKVConnector(KVConnectorBase_V1):
         if "store" not in options:
             raise RestoreKVError("kv_connector_extra_config lacks `store`, the folder of portable documents.")
         expected = expected_of(vllm_config, options.get("fingerprint"))
+        parallel = vllm_config.parallel_config
+        if parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1:
+            raise RestoreKVError("Documents cannot be spread over context parallel ranks; use tensor parallel ones.")
         self.store = Store(options["store"], expected, int(options.get("memory", MEMORY)))
+        if role == KVConnectorRole.SCHEDULER:
+            self.store.scan()
+            for _, document in self.store.documents.values():
+                if document.problem:
+                    log.warning("A file of the store is not served: %s", document.problem)
         self.block_size = vllm_config.cache_config.block_size
         self.found: dict[str, tuple[Document | None, str]] = {}  # by request
         self.pending: dict[str, Load] = {}
@@ -104,8 +112,9 @@ class RestoreKVConnector(KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Writes this step's documents into vLLM's cache."""
-        layers = attention_layers(forward_context)
-        for load in self._get_connector_metadata().loads:
+        loads = self._get_connector_metadata().loads
+        layers = attention_layers(forward_context) if loads else {}
+        for load in loads:
             try:
                 if load.document is None:
                     raise RestoreKVError(load.problem)

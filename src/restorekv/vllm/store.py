@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from restorekv.compression.portable import MARK, Portable, load_portable, mark
@@ -19,7 +21,10 @@ MEMORY = 1 << 30  # bytes of keys and values that a process keeps unless its opt
 
 @dataclass(frozen=True)
 class Expected:
-    """What a document must be made for to fit the engine's model; a `fingerprint` of None fits any weights."""
+    """What a document must be made for to fit the engine's model; a `fingerprint` of None fits any weights.
+
+    `dtype` is the engine's, to which keys and values are cast.
+    """
 
     layers: int
     heads: int
@@ -32,7 +37,7 @@ class Expected:
     def check(self, portable: Portable, path: Path) -> None:
         """Refuses a document of another model."""
         m = portable.manifest
-        own = {"dtype": m.dtype, "rope": m.rope, **{name: m.shape[name] for name in ("layers", "heads", "head_dim")}}
+        own = {"rope": m.rope, **{name: m.shape[name] for name in ("layers", "heads", "head_dim")}}
         for name, value in own.items():
             needed = getattr(self, name)
             if value != needed:
@@ -45,11 +50,15 @@ class Expected:
 
 @dataclass(frozen=True)
 class Document:
-    """A file of the store: the placeholders that stand for it, and a hash of its contents."""
+    """A file of the store: a hash of its contents, and the placeholders that stand for it.
+
+    `problem` says why the file is not served; without ids it cannot even be read.
+    """
 
     path: Path
-    name: str
-    ids: tuple[int, ...]
+    name: str = ""
+    ids: tuple[int, ...] = ()
+    problem: str = ""
 
 
 class Store:
@@ -59,23 +68,28 @@ class Store:
         self.folder, self.expected, self.limit = Path(folder), expected, limit
         if not self.folder.is_dir():
             raise RestoreKVError(f"The store {folder} is no folder; make it and put files of restorekv export there.")
-        self.documents: dict[Path, tuple[int, Document | None]] = {}  # by path, with the time of the file's change
-        self.loaded: OrderedDict[str, Portable] = OrderedDict()
+        self.documents: dict[Path, tuple[int, Document]] = {}  # by path, with the time of the file's change
+        self.marks = [mark(expected.vocabulary)]  # and those of files that were made for another vocabulary
+        self.loaded: OrderedDict[str, tuple[Tensor, Tensor]] = OrderedDict()
         self.guard = threading.Lock()
 
     def find(self, ids: Sequence[int], wanted: str | None = None) -> Document | None:
         """Returns the document that a prompt asks, or None for a prompt that asks none.
 
         `wanted`: the name or the file's name that the request gives as well. Raises RestoreKVError for placeholders
-        that stand for no document of the store, and for a prompt without a question.
+        that stand for no document of the store or for one that does not fit, and for a prompt without a question.
         """
-        if list(ids[:MARK]) != mark(self.expected.vocabulary):
+        if list(ids[:MARK]) not in self.marks:
             if wanted:
                 raise RestoreKVError(f"The prompt does not begin with placeholders of the document {wanted}.")
             return None
         document = self.matching(ids) or (self.scan() and self.matching(ids))
         if not document:
-            raise RestoreKVError("The prompt begins with placeholders of a document that the store does not have.")
+            unknown = "The prompt begins with placeholders of a document that the store does not have."
+            unreadable = [each.problem for _, each in self.documents.values() if not each.ids and each.path.exists()]
+            raise RestoreKVError(" ".join([unknown, *unreadable]))
+        if document.problem:
+            raise RestoreKVError(document.problem)
         if wanted and wanted not in (document.name, document.path.stem, document.path.name):
             raise RestoreKVError(f"The prompt begins with placeholders of {document.path.name}, not of {wanted}.")
         if len(ids) <= len(document.ids):
@@ -84,8 +98,8 @@ class Store:
 
     def matching(self, ids: Sequence[int]) -> Document | None:
         """Returns the known document whose placeholders these ids begin with; its file must still be there."""
-        for _, document in self.documents.values():
-            if document and tuple(ids[: len(document.ids)]) == document.ids and document.path.exists():
+        for document in sorted((each for _, each in self.documents.values()), key=lambda each: bool(each.problem)):
+            if document.ids and tuple(ids[: len(document.ids)]) == document.ids and document.path.exists():
                 return document
         return None
 
@@ -93,41 +107,55 @@ class Store:
         """Reads files that are new or changed; returns whether there were any."""
         news = False
         for path in sorted(self.folder.glob("*.safetensors")):
-            changed = path.stat().st_mtime_ns
-            if self.documents.get(path, (None,))[0] != changed:
-                news = True
-                try:
-                    portable = self.checked(path)
-                    self.documents[path] = changed, Document(path, portable.name, tuple(portable.ids.tolist()))
-                except RestoreKVError:
-                    self.documents[path] = changed, None  # a request that asks it is told that there is none
+            with suppress(FileNotFoundError):  # it was moved away just now
+                changed = path.stat().st_mtime_ns
+                if self.documents.get(path, (None,))[0] != changed:
+                    news = True
+                    self.documents[path] = changed, self.described(path)
         return news
 
-    def checked(self, path: Path) -> Portable:
-        portable = load_portable(path)
-        self.expected.check(portable, path)
-        return portable
+    def described(self, path: Path) -> Document:
+        """Reads and checks a file."""
+        try:
+            portable = load_portable(path)
+        except RestoreKVError as error:
+            return Document(path, problem=str(error))
+        if mark(portable.vocabulary) not in self.marks:
+            self.marks.append(mark(portable.vocabulary))
+        try:
+            self.expected.check(portable, path)
+            problem = ""
+        except CacheFileError as error:
+            problem = str(error)
+        return Document(path, portable.name, tuple(portable.ids.tolist()), problem)
 
     def pairs(self, document: Document) -> tuple[Tensor, Tensor]:
-        """Returns keys and values (L, H, m, D) of a document; refuses a file that is another one by now."""
+        """Returns a document's keys and values (L, H, m, D) in the engine's dtype.
+
+        Raises CacheFileError for a file that is another document by now, or whose numbers the dtype cannot hold.
+        """
         with self.guard:
             if document.name not in self.loaded:
-                portable = self.checked(document.path)
+                portable = load_portable(document.path)
+                self.expected.check(portable, document.path)
                 if portable.name != document.name:
                     raise CacheFileError(f"{document.path} was replaced by another document; ask that one.")
-                self.loaded[document.name] = portable
+                self.loaded[document.name] = cast(portable, self.expected.dtype, document.path)
             self.loaded.move_to_end(document.name)
-            portable = self.loaded[document.name]
-            while len(self.loaded) > 1 and sum(map(size, self.loaded.values())) > self.limit:
+            while len(self.loaded) > 1 and sum(x.nbytes for pair in self.loaded.values() for x in pair) > self.limit:
                 self.loaded.popitem(last=False)
-            return portable.keys, portable.values
+            return self.loaded[document.name]
+
+
+def cast(portable: Portable, dtype: str, path: Path) -> tuple[Tensor, Tensor]:
+    """Returns keys and values in a dtype; refuses numbers that become infinite."""
+    pair = tuple(x.to(getattr(torch, dtype)) for x in (portable.keys, portable.values))
+    if portable.manifest.dtype != dtype and not all(bool(x.isfinite().all()) for x in pair):
+        raise CacheFileError(f"{path} holds numbers that are too large for {dtype}; serve the model in another dtype.")
+    return pair
 
 
 def heads_of(rank: int, ranks: int, heads: int, own: int) -> slice:
     """Returns the `own` KV heads that a tensor parallel rank holds; of more ranks than heads, neighbors share one."""
     first = rank * heads // ranks
     return slice(first, first + own)
-
-
-def size(portable: Portable) -> int:
-    return portable.keys.nbytes + portable.values.nbytes

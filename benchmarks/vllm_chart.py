@@ -1,0 +1,38 @@
+"""The chart of `python -m benchmarks vllm`: seconds to the first token, and tokens a second."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import median
+
+from benchmarks.chart_bars import grouped
+from restorekv.evaluation.charts import BLUE, GREEN, ORANGE, SKY, Chart, Mark
+
+COLD, WARM = Mark("cold", ORANGE, hatch="//"), Mark("warm", BLUE)
+
+
+def serving(result: Mapping) -> Chart:
+    """Whole documents and compressed ones, one below the other."""
+    options, rows = result["options"], result["rows"]
+    names = [f"{row['side']}, {row['positions']:,} positions" for row in rows]
+    waits = {COLD: [median(row["cold"]) for row in rows], WARM: [median(row["warm"]) for row in rows]}
+    most = max(options["together"])
+    rates = {
+        Mark(words.format(options[count]), color, hatch=hatch): [
+            row["throughput"][f"{load}, {most} together"] for row in rows
+        ]
+        for load, words, count, color, hatch in (
+            ("fit", "{} documents, which fit whole", "fitting", GREEN, ".."),
+            ("do not fit", "{} documents, which do not", "documents", SKY, ""),
+        )
+    }
+    panels = [
+        grouped("First token of an answer", "seconds", names, waits, digits=2),
+        grouped(f"{most} questions at once", "tokens a second", names, rates),
+    ]
+    title = f"Documents of {options['tokens']:,} tokens in vLLM, in space for {options['fitting']} whole ones"
+    note = (
+        f"{options['model']}; answers of {options['answer']} tokens. Cold: the document was not in "
+        "vLLM's cache. Compressed: SnapKV, one length per head."
+    )
+    return Chart("vllm", title, panels, title, (), note)

@@ -1,0 +1,187 @@
+"""The connector's own logic, against stand-ins for vLLM's classes and for its blocks."""
+
+import importlib
+import json
+import sys
+from dataclasses import dataclass, field
+from enum import Enum
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from restorekv.errors import RestoreKVError
+from restorekv.vllm import chat, prompt, transfer_config
+from tests.helpers.models import VOCABULARY
+from tests.vllm.test_store import QUESTION, TEXTS, portable_of
+
+BLOCK, BLOCKS = 8, 12
+BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+STATE = "vllm.distributed.parallel_state"
+
+
+class Role(Enum):
+    SCHEDULER = 0
+    WORKER = 1
+
+
+class Base:
+    def __init__(self, *args):
+        self.metadata = None
+
+    def _get_connector_metadata(self):
+        return self.metadata
+
+
+@dataclass
+class Layer:
+    """A layer of one rank, whose cache (2, blocks, tokens, H, D) a stand-in for a backend fills."""
+
+    kv_cache: torch.Tensor
+    num_kv_heads: int
+    impl: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(do_kv_cache_update=update))
+
+
+def update(layer, keys, values, cache, slots):
+    for x, pages in zip((keys, values), cache, strict=True):
+        pages.flatten(0, 1)[slots] = x
+
+
+@pytest.fixture
+def connector(monkeypatch, tiny_model, tiny_tokenizer, tmp_path):
+    """The module with stand-ins for vLLM, a store of two documents, and a maker of connectors."""
+    for name in list(sys.modules):
+        if name == "vllm" or name.startswith(("vllm.", "restorekv.vllm.connector")):
+            monkeypatch.delitem(sys.modules, name)
+    parts = BASE.split(".")
+    for name in [".".join(parts[:count]) for count in range(1, len(parts) + 1)] + [STATE]:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for name, value in (("KVConnectorBase_V1", Base), ("KVConnectorMetadata", object), ("KVConnectorRole", Role)):
+        setattr(sys.modules[BASE], name, value)
+    ranks = SimpleNamespace(rank=0, count=1)
+    sys.modules[STATE].get_tensor_model_parallel_rank = lambda: ranks.rank
+    sys.modules[STATE].get_tensor_model_parallel_world_size = lambda: ranks.count
+    module = importlib.import_module("restorekv.vllm.connector")
+    yield World(module, tiny_model, tiny_tokenizer, tmp_path, ranks)
+    sys.modules.pop("restorekv.vllm.connector", None)
+
+
+class World:
+    def __init__(self, module, model, tokenizer, store, ranks):
+        self.module, self.model, self.tokenizer, self.store, self.ranks = module, model, tokenizer, store, ranks
+        self.documents = [portable_of(model, tokenizer, text) for text in TEXTS]
+        for document, name in zip(self.documents, ("red", "blue"), strict=True):
+            document.save(store / f"{name}.safetensors")
+
+    def config(self, **parallel):
+        text = self.model.config
+        return SimpleNamespace(
+            kv_transfer_config=SimpleNamespace(**transfer_config(self.store)),
+            model_config=SimpleNamespace(
+                hf_text_config=text, dtype=torch.float32, get_head_size=lambda: self.documents[0].keys.shape[-1]
+            ),
+            cache_config=SimpleNamespace(block_size=BLOCK),
+            parallel_config=SimpleNamespace(
+                **{"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, **parallel}
+            ),
+        )
+
+    def make(self, role, **parallel):
+        return self.module.RestoreKVConnector(self.config(**parallel), role, None)
+
+    def layers(self, heads):
+        shape = (2, BLOCKS, BLOCK, heads, self.documents[0].keys.shape[-1])
+        names = [f"model.layers.{index}.self_attn.attn" for index in range(len(self.documents[0].keys))]
+        return {name: Layer(torch.zeros(shape), heads) for name in names} | {"lm_head": object()}
+
+    def prompt(self, number):
+        return prompt(self.documents[number], QUESTION, self.tokenizer)
+
+    def request(self, ids, name="a", **params):
+        return SimpleNamespace(request_id=name, prompt_token_ids=ids, kv_transfer_params=params)
+
+
+def schedule(scheduler, request, computed, blocks):
+    """What vLLM's scheduler does with a request of which it has `computed` tokens; returns how many it need not."""
+    tokens, later = scheduler.get_num_new_matched_tokens(request, computed)
+    assert later is False
+    scheduler.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: (list(blocks),)), tokens)
+    return tokens
+
+
+def load(worker, meta, layers):
+    worker.metadata = meta
+    worker.start_load_kv(SimpleNamespace(no_compile_layers=layers))
+
+
+@pytest.mark.parametrize("computed", [0, BLOCK, 2 * BLOCK])
+def test_a_document_goes_to_the_blocks_of_its_request(connector, computed):
+    """Wherever they lie, and without those that vLLM still has."""
+    scheduler, worker = connector.make(Role.SCHEDULER), connector.make(Role.WORKER)
+    document, blocks = connector.documents[1], [7, 2, 9, 4, 11, 1]
+    ids, m, layers = connector.prompt(1), document.tokens, connector.layers(document.keys.shape[1])
+    assert m <= len(blocks) * BLOCK
+    assert schedule(scheduler, connector.request(ids), computed, blocks) == m - computed
+    load(worker, scheduler.build_connector_meta(None), layers)
+    assert worker.get_block_ids_with_load_errors() == set()
+    for index, layer in enumerate(list(layers.values())[:-1]):
+        for pages, own in zip(layer.kv_cache, (document.keys[index], document.values[index]), strict=True):
+            there = pages[blocks].flatten(0, 1)  # by the request's positions
+            assert there[computed:m].equal(own[:, computed:].transpose(0, 1))
+            assert not there[:computed].any() and not there[m:].any()
+    assert scheduler.build_connector_meta(None).loads == []
+
+
+def test_every_rank_takes_its_heads(connector):
+    document, heads = connector.documents[0], connector.documents[0].keys.shape[1]
+    for rank in range(heads):
+        connector.ranks.rank, connector.ranks.count = rank, heads
+        scheduler, worker, layers = connector.make(Role.SCHEDULER), connector.make(Role.WORKER), connector.layers(1)
+        schedule(scheduler, connector.request(connector.prompt(0)), 0, range(BLOCKS))
+        load(worker, scheduler.build_connector_meta(None), layers)
+        first = next(iter(layers.values())).kv_cache[0].flatten(0, 1)[: document.tokens, 0]
+        assert first.equal(document.keys[0, rank])
+
+
+def test_a_request_that_fails_names_its_own_blocks(connector):
+    scheduler, worker = connector.make(Role.SCHEDULER), connector.make(Role.WORKER)
+    ids, layers = connector.prompt(0), connector.layers(2)
+    strange = [*ids[:10], (ids[10] + 1) % VOCABULARY, *ids[11:]]
+    assert schedule(scheduler, connector.request(strange, "bad"), BLOCK, [5, 6, 8, 10, 3, 0]) == len(ids) - 1 - BLOCK
+    schedule(scheduler, connector.request(ids, "good"), 0, [7, 2, 9, 4, 11, 1])
+    load(worker, scheduler.build_connector_meta(None), layers)
+    last = -(-(len(ids) - 1) // BLOCK)
+    assert worker.get_block_ids_with_load_errors() == set([5, 6, 8, 10, 3, 0][1:last])
+    assert worker.get_block_ids_with_load_errors() == set()
+    written = next(iter(layers.values())).kv_cache[0]
+    assert not written[[5, 6, 8, 10, 3, 0]].any() and written[7].any()
+
+
+def test_requests_without_documents_are_left_alone(connector):
+    scheduler, worker = connector.make(Role.SCHEDULER), connector.make(Role.WORKER)
+    request = connector.request(connector.tokenizer.encode(QUESTION))
+    assert schedule(scheduler, request, 0, [1]) == 0
+    load(worker, scheduler.build_connector_meta(None), {})
+    scheduler.get_num_new_matched_tokens(connector.request(connector.prompt(0), "gone"), 0)
+    assert scheduler.request_finished(connector.request([], "gone"), []) == (False, None)
+    assert scheduler.found == {}
+
+
+def test_a_chat_request_carries_ids_and_the_name(connector):
+    """A server that leaves the ids unread finds a text without placeholders, and refuses it."""
+    body = json.loads(json.dumps(chat(connector.documents[0], QUESTION, connector.tokenizer)))
+    params = body["kv_transfer_params"]
+    assert params.pop("prompt_token_ids") == connector.prompt(0)
+    scheduler = connector.make(Role.SCHEDULER)
+    text = connector.tokenizer.encode(body["messages"][0]["content"])
+    schedule(scheduler, connector.request(text, **params), 0, [1, 2])
+    [refused] = scheduler.build_connector_meta(None).loads
+    assert refused.document is None and "does not begin with placeholders" in refused.problem
+
+
+def test_what_cannot_work_is_said_at_the_start(connector, caplog):
+    with pytest.raises(RestoreKVError, match="context parallel"):
+        connector.make(Role.SCHEDULER, decode_context_parallel_size=2)
+    (connector.store / "other.safetensors").write_bytes(b"other")
+    connector.make(Role.SCHEDULER)
+    assert "other.safetensors" in caplog.text
