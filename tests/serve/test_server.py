@@ -14,7 +14,7 @@ import uvicorn
 
 openai = pytest.importorskip("openai")
 
-from restorekv import compress  # noqa: E402
+from restorekv import CompressedContext, compress  # noqa: E402
 from restorekv.compression.generate import answer_ids, answer_text, stop_ids  # noqa: E402
 from restorekv.serve.documents import text_of  # noqa: E402
 from restorekv.serve.run import Settings, application  # noqa: E402
@@ -245,3 +245,34 @@ def test_uploads_of_many_kinds(tmp_path):
     for name in ("a.pdf", "a.docx", "a.txt", "a.html"):
         with pytest.raises(Exception, match=r"a\."):
             text_of(name, b"\x00\xff")
+
+
+def test_responses_go_on_from_the_one_before(client, file):
+    parts = [{"type": "input_file", "file_id": file.id}, {"type": "input_text", "text": QUESTION}]
+    options = {"model": VARIANT, "temperature": 0, "max_output_tokens": 12}
+    first = client.responses.create(input=[{"role": "user", "content": parts}], **options)
+    assert first.output_text == ask(client, about(file)).choices[0].message.content
+    second = client.responses.create(input="And then?", previous_response_id=first.id, **options)
+    messages = [*about(file), {"role": "assistant", "content": first.output_text}]
+    chat = ask(client, [*messages, {"role": "user", "content": "And then?"}])
+    assert second.output_text == chat.choices[0].message.content
+    assert second.usage.input_tokens == chat.usage.prompt_tokens
+    pieces = client.responses.create(input=[{"role": "user", "content": parts}], stream=True, **options)
+    events = list(pieces)
+    assert "".join(each.delta for each in events if each.type == "response.output_text.delta") == first.output_text
+    assert events[-1].type == "response.completed" and events[-1].response.output_text == first.output_text
+    with pytest.raises(openai.NotFoundError, match="no response"):
+        client.responses.create(input="And then?", previous_response_id="resp-none", **options)
+
+
+def test_a_cache_file_goes_out_and_in(client, file, model, tiny_tokenizer, tmp_path):
+    cache = client.get(f"/files/{file.id}/cache", cast_to=openai._legacy_response.HttpxBinaryResponseContent).read()
+    (tmp_path / "doc.rkv").write_bytes(cache)
+    loaded = CompressedContext.load(tmp_path / "doc.rkv", model, tiny_tokenizer)
+    assert loaded.ask(QUESTION, 12) == expected(model, tiny_tokenizer).ask(QUESTION, 12)
+    states = {}
+    for name, content in {"doc.rkv": cache, "bad.rkv": cache[:-50]}.items():
+        made = client.files.create(file=(name, content), purpose="user_data")
+        states[name] = client.files.wait_for_processing(made.id, poll_interval=0.05)
+    assert ask(client, about(states["doc.rkv"])).choices[0].message.content == loaded.ask(QUESTION, 12)
+    assert states["bad.rkv"].status == "error" and states["bad.rkv"].status_details

@@ -19,6 +19,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.serve import replies
 from restorekv.serve.engine import BusyError
 from restorekv.serve.requests import ChatRequest
+from restorekv.serve.responses import add_responses
 from restorekv.serve.service import ApiError, Service
 from restorekv.serve.variants import Variant
 
@@ -50,6 +51,8 @@ def make_app(service: Service, keys: list[str], ready: Callable[[], bool], lifes
 
     add_errors(app, service)
     add_routes(app, service, ready)
+    add_files(app, service)
+    add_responses(app, service)
     return app
 
 
@@ -110,8 +113,6 @@ def add_routes(app: FastAPI, service: Service, ready: Callable[[], bool]) -> Non
     @app.post("/v1/chat/completions")
     async def complete(request: Request, asked: ChatRequest) -> Response:
         return await service.complete(asked, request.is_disconnected)
-
-    add_files(app, service)
 
 
 def add_files(app: FastAPI, service: Service) -> None:

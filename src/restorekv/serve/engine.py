@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -85,7 +86,7 @@ class Engine:
         self.model, self.tokenizer, self.store, self.memory = model, tokenizer, store, memory
         self.held: OrderedDict[str, CompressedContext] = OrderedDict()
         self.questions: queue.Queue[Question | None] = queue.Queue(waiting)
-        self.compressions: queue.Queue[tuple[tuple[str, str], Variant, Future]] = queue.Queue()
+        self.compressions: queue.Queue[tuple[tuple[str, str | Path], Variant, Future]] = queue.Queue()
         self.counts = {"questions": 0, "tokens": 0, "compressed": 0, "loaded": 0, "hits": 0}
         self.fingerprint = model_fingerprint(model)
         self.stops = generate.stop_ids(model, tokenizer)
@@ -109,8 +110,8 @@ class Engine:
             raise BusyError("Too many questions wait; ask again in a moment.") from None
         return question.done
 
-    def compress(self, document: tuple[str, str], variant: Variant) -> Future:
-        """Loads a document, a SHA-256 and a text, or compresses it, in the background.
+    def compress(self, document: tuple[str, str | Path], variant: Variant) -> Future:
+        """Loads a document, a SHA-256 and a text or a cache file, or compresses it, in the background.
 
         The future holds the CompressedContext and whether it was made now.
         """
@@ -220,7 +221,7 @@ class Engine:
         held = asked.context.context.positions, manifest.pairs_held, manifest.bytes_held
         question.done.set_result(Reply(answers, len(asked.prompt), *held, seconds))
 
-    def context(self, document: tuple[str, str], variant: Variant) -> tuple[CompressedContext, bool]:
+    def context(self, document: tuple[str, str | Path], variant: Variant) -> tuple[CompressedContext, bool]:
         """Returns a compressed document from memory, from disk or made now, and whether it was made now."""
         sha256, text = document
         if held := self.find(sha256, variant):
@@ -253,8 +254,10 @@ class Engine:
         self.counts["loaded"] += 1
         return context
 
-    def made(self, text: str, variant: Variant) -> CompressedContext:
-        """Compresses a text; between the phases, waiting questions are answered."""
+    def made(self, text: str | Path, variant: Variant) -> CompressedContext:
+        """Compresses a text, between whose phases waiting questions are answered; loads a cache file from a path."""
+        if isinstance(text, Path):
+            return CompressedContext.load(text, self.model, self.tokenizer)
         phase = lambda _: self.answer_waiting()  # noqa: E731
         made = compress(self.model, self.tokenizer, text, progress=phase, **variant.options)
         self.counts["compressed"] += 1

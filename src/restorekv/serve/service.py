@@ -10,18 +10,18 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from fastapi import UploadFile
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from restorekv.compression.answers import Growing
 from restorekv.compression.context import CompressedContext
-from restorekv.compression.sampling import Decoding
 from restorekv.errors import RestoreKVError
 from restorekv.serve import replies
 from restorekv.serve.documents import text_of
 from restorekv.serve.engine import Engine, Question, Reply
-from restorekv.serve.requests import ChatRequest, Conversation, conversation
+from restorekv.serve.requests import ChatRequest, conversation
 from restorekv.serve.store import FAILED, PROCESSED, Store, Upload
 from restorekv.serve.variants import Variant
 
@@ -70,12 +70,18 @@ class Service:
     async def process(self, upload: Upload) -> None:
         """Compresses an upload as the default variant."""
         try:
-            text = await asyncio.to_thread(text_of, upload.name, self.store.content(upload.id))
+            text = await asyncio.to_thread(self.source, upload)
             await asyncio.wrap_future(self.engine.compress((upload.sha256, text), self.default))
         except Exception as error:  # whatever it is, the file has not been processed
             self.store.settle(upload.id, FAILED, problem_of(error))
         else:
             self.store.settle(upload.id, PROCESSED)
+
+    def source(self, upload: Upload) -> str | Path:
+        """Returns the text of an upload, or the path of a cache file, which is taken as it is."""
+        if upload.name.endswith(".rkv"):
+            return self.store.file(upload.id)
+        return text_of(upload.name, self.store.content(upload.id))
 
     def found(self, name: str) -> Upload:
         upload = self.store.get(name)
@@ -91,11 +97,19 @@ class Service:
         sha256 = upload.sha256 if upload else hashlib.sha256(value.encode()).hexdigest()
         if held := self.engine.find(sha256, variant):
             return held, False
-        text = await asyncio.to_thread(text_of, upload.name, self.store.content(upload.id)) if upload else value
+        text = await asyncio.to_thread(self.source, upload) if upload else value
         return await asyncio.wrap_future(self.engine.compress((sha256, text), variant))
 
     async def complete(self, request: ChatRequest, gone: Callable[[], object]) -> Response:
         """Answers a chat request, whole or as a stream."""
+        pending = await self.asked(request, "chatcmpl")
+        if request.stream:
+            return StreamingResponse(streamed(pending, request), media_type="text/event-stream")
+        reply = await pending.whole(gone, self.limits.seconds)
+        return JSONResponse(replies.completion(pending.about, reply, self.engine.tokenizer, request.logprobs))
+
+    async def asked(self, request: ChatRequest, kind: str) -> Pending:
+        """Hands a request to the engine; `kind` begins the id of the answer."""
         asked, variant = conversation(request.messages), Variant.parse(request.model, self.base)
         decoding = request.decoding(secrets.randbelow(2**31))
         documents = [await self.document(*each, variant) for each in asked.documents]
@@ -106,54 +120,63 @@ class Service:
         def on_token(sample: int, token: int) -> None:
             loop.call_soon_threadsafe(tokens.put_nowait, (sample, token))
 
-        contexts = [context for context, _ in documents]
-        question = self.question(request, asked, contexts, decoding, on_token)
+        contexts, limit = [context for context, _ in documents], request.limit(self.limits.tokens)
+        question = Question(contexts, asked.turns, asked.question, asked.system, limit, decoding, on_token)
         future = asyncio.wrap_future(self.engine.ask(question))
-        about = replies.About(f"chatcmpl-{secrets.token_hex(12)}", request.model, int(time.time()), made)
-        if request.stream:
-            future.add_done_callback(lambda _: tokens.put_nowait(None))
-            return StreamingResponse(
-                self.streamed(request, question, future, tokens, about), media_type="text/event-stream"
-            )
+        future.add_done_callback(lambda _: tokens.put_nowait(None))
+        about = replies.About(f"{kind}-{secrets.token_hex(12)}", request.model, int(time.time()), made)
+        texts = [Growing(self.engine.tokenizer, self.engine.stops, decoding.stop) for _ in range(decoding.samples)]
+        return Pending(question, future, tokens, texts, about)
+
+
+@dataclass
+class Pending:
+    """An answer that is being written."""
+
+    question: Question
+    future: asyncio.Future[Reply]
+    tokens: asyncio.Queue[tuple[int, int] | None]
+    texts: list[Growing]
+    about: replies.About
+
+    async def whole(self, gone: Callable[[], object], seconds: float) -> Reply:
+        """Returns the reply; a client who leaves and a limit of seconds end the writing."""
         try:
-            reply = await asyncio.wait_for(watched(future, gone), self.limits.seconds)
+            return await asyncio.wait_for(watched(self.future, gone), seconds)
         except BaseException:
-            question.cancelled = True
+            self.question.cancelled = True
             raise
-        return JSONResponse(replies.completion(about, reply, self.engine.tokenizer, request.logprobs))
 
-    def question(
-        self, request: ChatRequest, asked: Conversation, contexts: list[CompressedContext], decoding: Decoding,
-        on_token: Callable[[int, int], None],
-    ) -> Question:  # fmt: skip
-        limit = request.limit(self.limits.tokens)
-        return Question(contexts, asked.turns, asked.question, asked.system, limit, decoding, on_token)
-
-    async def streamed(
-        self, request: ChatRequest, question: Question, future: asyncio.Future[Reply], tokens: asyncio.Queue,
-        about: replies.About,
-    ) -> AsyncIterator[str]:  # fmt: skip
-        """Yields server-sent events; a client who leaves cancels the question."""
-        samples, stop = question.decoding.samples, question.decoding.stop
-        texts = [Growing(self.engine.tokenizer, self.engine.stops, stop) for _ in range(samples)]
+    async def pieces(self) -> AsyncIterator[tuple[int, str]]:
+        """Yields (sample, piece of its text); whoever stops listening ends the writing."""
         try:
-            for number in range(samples):
-                yield event(replies.chunk(about, number, {"role": "assistant", "content": ""}))
-            while (item := await tokens.get()) is not None:
-                if piece := texts[item[0]].push(item[1]):
-                    yield event(replies.chunk(about, item[0], {"content": piece}))
-            reply = await future
-            for number, answer in enumerate(reply.answers):
-                if rest := texts[number].rest():
-                    yield event(replies.chunk(about, number, {"content": rest}))
-                yield event(replies.chunk(about, number, {}, answer.finish))
-            if (request.stream_options or {}).get("include_usage"):
-                yield event(replies.usage_chunk(about, reply))
-            yield "data: [DONE]\n\n"
-        except RestoreKVError as error:
-            yield event({"error": {"message": str(error), "type": "server_error"}})
+            while (item := await self.tokens.get()) is not None:
+                if piece := self.texts[item[0]].push(item[1]):
+                    yield item[0], piece
+            await self.future
+            for number, text in enumerate(self.texts):
+                if rest := text.rest():
+                    yield number, rest
         finally:
-            question.cancelled = True
+            self.question.cancelled = True
+
+
+async def streamed(pending: Pending, request: ChatRequest) -> AsyncIterator[str]:
+    """Yields the server-sent events of a chat completion."""
+    about = pending.about
+    try:
+        for number in range(len(pending.texts)):
+            yield event(replies.chunk(about, number, {"role": "assistant", "content": ""}))
+        async for number, piece in pending.pieces():
+            yield event(replies.chunk(about, number, {"content": piece}))
+        reply = pending.future.result()
+        for number, answer in enumerate(reply.answers):
+            yield event(replies.chunk(about, number, {}, answer.finish))
+        if (request.stream_options or {}).get("include_usage"):
+            yield event(replies.usage_chunk(about, reply))
+        yield "data: [DONE]\n\n"
+    except RestoreKVError as error:
+        yield event({"error": {"message": str(error), "type": "server_error"}})
 
 
 async def watched(future: asyncio.Future[Reply], gone: Callable[[], object]) -> Reply:

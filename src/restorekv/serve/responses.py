@@ -1,0 +1,145 @@
+"""OpenAI's Responses API: the same questions, with earlier turns found by the id of the last answer."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel, Field
+
+from restorekv.errors import RestoreKVError
+from restorekv.serve import replies
+from restorekv.serve.engine import Reply
+from restorekv.serve.requests import ChatRequest, Message
+from restorekv.serve.service import ApiError, Pending, Service
+
+REMEMBERED = 1000  # answers whose turns are known, in memory
+
+
+class ResponsesRequest(BaseModel):
+    """What `/v1/responses` takes; other fields of OpenAI's are ignored."""
+
+    model: str
+    input: str | list[Message]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    stream: bool = False
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    max_output_tokens: int | None = Field(None, ge=1)
+    text: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+
+    def chat(self, earlier: list[Message]) -> ChatRequest:
+        """Returns the same question as a chat request, after earlier messages."""
+        own = [Message(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        system = [Message(role="system", content=self.instructions)] if self.instructions else []
+        options = {name: getattr(self, name) for name in ("model", "stream", "temperature", "top_p", "tools")}
+        if form := (self.text or {}).get("format"):
+            schema = {"schema": form["schema"]} if "schema" in form else None
+            options["response_format"] = {"type": form.get("type", "text"), "json_schema": schema}
+        return ChatRequest(messages=[*system, *earlier, *own], max_tokens=self.max_output_tokens, **options)
+
+
+class Remembered:
+    """The messages behind the latest answers, by their ids."""
+
+    def __init__(self) -> None:
+        self.turns: OrderedDict[str, list[Message]] = OrderedDict()
+
+    def before(self, name: str | None) -> list[Message]:
+        """Returns the messages up to and with an answer."""
+        if name is None:
+            return []
+        if name not in self.turns:
+            raise ApiError(404, f"There is no response {name[:60]!r} here any more; send the turns again.")
+        return self.turns[name]
+
+    def add(self, name: str, messages: list[Message], text: str) -> None:
+        """Remembers an answer, without system messages, which every request gives anew."""
+        said = [each for each in messages if each.role not in ("system", "developer")]
+        self.turns[name] = [*said, Message(role="assistant", content=text)]
+        while len(self.turns) > REMEMBERED:
+            self.turns.popitem(last=False)
+
+
+def add_responses(app: FastAPI, service: Service) -> None:
+    """Adds the path."""
+    remembered = Remembered()
+
+    @app.post("/v1/responses")
+    async def respond(request: Request, asked: ResponsesRequest) -> Response:
+        chat = asked.chat(remembered.before(asked.previous_response_id))
+        pending = await service.asked(chat, "resp")
+
+        def done(reply: Reply) -> dict:
+            text = reply.answers[0].text
+            remembered.add(pending.about.id, chat.messages, text)
+            return response(pending, asked, "completed", [message(pending, text)], reply)
+
+        if asked.stream:
+            return StreamingResponse(events(pending, asked, done), media_type="text/event-stream")
+        return JSONResponse(done(await pending.whole(request.is_disconnected, service.limits.seconds)))
+
+
+async def events(pending: Pending, asked: ResponsesRequest, done: Callable[[Reply], dict]) -> AsyncIterator[str]:
+    """Yields the server-sent events of a response."""
+    number = 0
+
+    def event(kind: str, **content: object) -> str:
+        nonlocal number
+        number += 1
+        data = json.dumps({"type": kind, "sequence_number": number - 1, **content}, ensure_ascii=False)
+        return f"event: {kind}\ndata: {data}\n\n"
+
+    place = {"item_id": f"msg_{pending.about.id}", "output_index": 0, "content_index": 0}
+    try:
+        yield event("response.created", response=response(pending, asked, "in_progress", []))
+        yield event("response.output_item.added", output_index=0, item=message(pending, None))
+        yield event("response.content_part.added", part=part(""), **place)
+        async for _, piece in pending.pieces():
+            yield event("response.output_text.delta", delta=piece, logprobs=[], **place)
+        reply = pending.future.result()
+        text = reply.answers[0].text
+        yield event("response.output_text.done", text=text, logprobs=[], **place)
+        yield event("response.content_part.done", part=part(text), **place)
+        yield event("response.output_item.done", output_index=0, item=message(pending, text))
+        yield event("response.completed", response=done(reply))
+    except RestoreKVError as error:
+        yield event("error", code="server_error", message=str(error), param=None)
+
+
+def part(text: str) -> dict:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def message(pending: Pending, text: str | None) -> dict:
+    """Returns the answer as an item of the output; without a text, one that is being written."""
+    status, content = ("in_progress", []) if text is None else ("completed", [part(text)])
+    name = f"msg_{pending.about.id}"
+    return {"id": name, "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+def response(
+    pending: Pending, asked: ResponsesRequest, status: str, output: list[dict], reply: Reply | None = None
+) -> dict:
+    """Returns the object of a response, with what it cost at its end."""
+    told = replies.usage(pending.about, reply) if reply else {}
+    counts = told.pop("usage", None)
+    usage = counts and {
+        "input_tokens": counts["prompt_tokens"], "output_tokens": counts["completion_tokens"],
+        "total_tokens": counts["total_tokens"], "input_tokens_details": counts["prompt_tokens_details"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+    }  # fmt: skip
+    short = reply is not None and reply.answers[0].finish == "length"
+    return {
+        "id": pending.about.id, "object": "response", "created_at": pending.about.created, "model": asked.model,
+        "status": "incomplete" if short else status, "output": output, "usage": usage, "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if short else None, "tools": [], "tool_choice": "auto",
+        "instructions": asked.instructions, "previous_response_id": asked.previous_response_id, "metadata": {},
+        "parallel_tool_calls": False, "temperature": asked.temperature, "top_p": asked.top_p, **told,
+    }  # fmt: skip
