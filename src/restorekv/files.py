@@ -290,10 +290,10 @@ def has_type(value: object, hint: Any) -> bool:
     if origin is list:
         return isinstance(value, list) and all(has_type(each, parts[0]) for each in value)
     if origin is tuple:
+        if not isinstance(value, list | tuple):
+            return False
         hints = parts[:1] * len(value) if parts[-1] is Ellipsis else parts
-        return (
-            len(value) == len(hints) and all(map(has_type, value, hints)) if isinstance(value, list | tuple) else False
-        )
+        return len(value) == len(hints) and all(map(has_type, value, hints))
     if hint in (int, float):
         return isinstance(value, int | hint) and not isinstance(value, bool)
     return isinstance(value, hint)

@@ -31,7 +31,7 @@ def test_a_conversation_in_a_pipe(world, document, tmp_path):
     said = f"{first}\n{second}\nuser: {QUESTION}\nassistant: {first}\n"
     chat.fold(adapter=None)
     assert result.out.startswith(said)
-    for part in ("read ", "the conversation holds", "Took one turn back; 1 are left", "no command /never", "/fold"):
+    for part in ("read ", "the conversation holds", "Turns taken back: 1; 1 are left", "no command /never", "/fold"):
         assert part in " ".join(result.err.split())
     again = cli("chat", world.cache, *options, "--continue", tmp_path / "c.json", stdin=b"and the house?\n/quit\nno")
     assert again.out == f"{second}\n"
@@ -50,11 +50,11 @@ def test_chat_refuses_with_a_sentence(world, words, message):
 
 
 def test_append_and_compose_write_what_the_library_makes(world, document, tmp_path):
-    options = ("--model", world.model, "--adapter", "none", "-o", tmp_path / "grown.rkv")
+    options = ("--model", world.model, "--adapter", world.adapter, "-o", tmp_path / "grown.rkv")
     text = Path(world.text).read_text()
-    assert cli("append", world.cache, world.text, "--restore", "none", *options).code == 0
+    assert cli("append", world.cache, world.text, *options).code == 0
     grown = CompressedContext.load(tmp_path / "grown.rkv", document.model, document.tokenizer)
-    assert grown.ask(QUESTION, 6) == document.append(text, restore="none").ask(QUESTION, 6)
+    assert grown.ask(QUESTION, 6) == document.append(text, adapter=world.adapter).ask(QUESTION, 6)
     both = cli("compose", world.cache, tmp_path / "grown.rkv", "--model", world.model, "-o", tmp_path / "both.rkv")
     assert both.code == 0 and "seconds" in both.out
     loaded = CompressedContext.load(tmp_path / "both.rkv", document.model, document.tokenizer)

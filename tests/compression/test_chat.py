@@ -1,12 +1,13 @@
 """Conversations: what the template makes of all turns, read once; undo, fork, fold, files."""
 
 import asyncio
+import copy
 import json
 
 import pytest
 import torch
 
-from restorekv import Chat, compress
+from restorekv import Chat, CompressedContext, compress
 from restorekv.compression.generate import stop_ids
 from restorekv.errors import CacheFileError, RestoreKVError
 from tests.compression.test_compressor import QUESTIONS, TEXT, make_adapter
@@ -95,7 +96,7 @@ def test_undo_and_fork(small):
     assert branch.ask("Green?", 6) == chat.ask("Green?", 6)
     branch.undo()
     assert len(branch.turns) == 3 and len(chat.turns) == 4
-    with pytest.raises(RestoreKVError, match="4 turns that can be taken back, not 5"):
+    with pytest.raises(RestoreKVError, match="at most 4, not 5"):
         chat.undo(5)
 
 
@@ -140,16 +141,20 @@ def test_foreign_and_damaged_conversations_are_refused(small, tiny_tokenizer, tm
             Chat.load(path, small)
 
 
-def test_folding_frees_the_tail(small):
+def test_folding_frees_the_tail(small, tiny_tokenizer, tmp_path):
     chat = small.chat()
     for question in QUESTIONS:
         chat.ask(question, 12)
-    tokens = small.manifest.tokens + len(chat.ids())
+    opening = len(tiny_tokenizer.encode("<|im_end|>\n<|im_start|>user\n", add_special_tokens=False))
+    tokens = small.manifest.tokens + len(chat.ids()) + 1 + opening
     chat.fold()
     assert chat.document.manifest.tokens == tokens and chat.ids() == [] and chat.nbytes == 0
     assert chat.document.manifest.pairs == int(0.4 * tokens * small.cache.lengths.numel())
     assert chat.ask("Green?", 6) is not None and len(chat.messages) == 8
-    with pytest.raises(RestoreKVError, match="1 turns that can be taken back"):
+    chat.document.save(tmp_path / "folded.rkv")
+    again = CompressedContext.load(tmp_path / "folded.rkv", small.model, tiny_tokenizer).chat()
+    assert again.ask("Green?", 6) == chat.messages[-1]["content"]
+    with pytest.raises(RestoreKVError, match="at most 1, not 2"):
         chat.undo(2)
     with pytest.raises(RestoreKVError, match="Folded turns"):
         chat.save("never.json")
@@ -180,3 +185,58 @@ def test_tasks_of_an_event_loop(small):
 
     answers, pieces = asyncio.run(both())
     assert answers == [small.ask(question, 8) for question in QUESTIONS] and "".join(pieces) == answers[0]
+
+
+def test_a_pass_that_is_broken_off_inside_the_model_has_not_happened(small):
+    """Ctrl-C between two layers leaves one layer's tail longer than the others'."""
+    chat = small.chat()
+    first = chat.ask(QUESTIONS[0], 6)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    for turn in (chat, small.chat()):
+        hook = small.model.model.layers[1].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            turn.ask(QUESTIONS[1], 6)
+        hook.remove()
+        assert len({layer.columns for layer in turn.cache.layers}) == 1
+    whole = small.chat()
+    assert whole.ask(QUESTIONS[0], 6) == first and whole.ask(QUESTIONS[1], 6) == chat.ask(QUESTIONS[1], 6)
+
+
+def test_one_turn_at_a_time(small):
+    chat = small.chat()
+    one, other = (chat.ask(question, 12, stream=True) for question in QUESTIONS[:2])
+    next(one)
+    for act in (lambda: chat.ask("Who?"), chat.fork, chat.undo, chat.fold, lambda: next(other)):
+        with pytest.raises(RestoreKVError, match="still being written"):
+            act()
+    list(one)
+    assert "".join(chat.ask(QUESTIONS[1], 12, stream=True)) == chat.messages[-1]["content"]
+    whole = small.chat()
+    assert [whole.ask(question, 12) for question in QUESTIONS[:2]] == [turn.answer.text for turn in chat.turns]
+
+
+def test_a_stop_string_is_no_part_of_the_turn(small):
+    chat = small.chat()
+    whole = chat.ask(QUESTIONS[0], 12, details=True)
+    chat.undo()
+    stop = small.tokenizer.decode(whole.ids)[5:7]
+    cut = chat.ask(QUESTIONS[0], 12, stop=stop, details=True)
+    assert cut.finish == "stop" and cut.ids == whole.ids[: len(cut.ids)] and len(cut.ids) < len(whole.ids)
+    assert stop not in small.tokenizer.decode(cut.ids) or len(cut.ids) == 1
+    assert chat.columns == small.cache.restore + len(chat.ids())
+    chat.ask("And?", 4)
+
+
+def test_without_a_chat_template(small, tiny_tokenizer):
+    """There is no chat prefix, so an appended part stands behind nothing that is always read."""
+    bare = copy.deepcopy(tiny_tokenizer)
+    bare.chat_template = None
+    plain = compress(small.model, bare, TEXT, ratio=0.4, adapter=None)
+    assert plain.context.prefix == 0
+    chat = plain.chat()
+    chat.ask(QUESTIONS[0], 6)
+    chat.fold()
+    assert chat.ask("And?", 4) is not None and plain.append(TEXT).manifest.tokens > plain.manifest.tokens

@@ -167,6 +167,8 @@ def test_what_cannot_be_composed_says_so(model, tiny_tokenizer):
     others = {
         "chat prefix": compress(model, tiny_tokenizer, first, ratio=0.5, adapter=None, system="Be brief."),
         "differ in storage": compress(model, tiny_tokenizer, first, ratio=0.5, adapter=None, storage="int8"),
+        "differ in evictor": compress(model, tiny_tokenizer, first, ratio=0.5, adapter=None, evictor="knorm"),
+        "differ in adapter": compress(model, tiny_tokenizer, first, ratio=0.5, adapter=make_adapter(model)),
         "one model": compress(build_model("qwen3", 1), tiny_tokenizer, first, ratio=0.5, adapter=None),
     }
     for match, other in others.items():
@@ -174,3 +176,10 @@ def test_what_cannot_be_composed_says_so(model, tiny_tokenizer):
             compose([small, other])
     with pytest.raises(RestoreKVError, match="nothing to compose"):
         compose([])
+
+
+def test_restore_pairs_stay_where_the_new_part_has_none(model, tiny_tokenizer):
+    first, second = halves(tiny_tokenizer)
+    small = compress(model, tiny_tokenizer, first, ratio=0.4, adapter=make_adapter(model))
+    assert small.append(second, adapter=None).manifest.earlier == N
+    assert small.append(second).manifest.earlier == small.append(second, restore="none").manifest.earlier == 0

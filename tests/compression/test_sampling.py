@@ -123,7 +123,9 @@ def test_criteria_end_an_answer(small):
 @pytest.mark.parametrize(
     "wrong", [
         {"temperature": -1}, {"top_p": 0}, {"top_k": -1}, {"min_p": 2}, {"repetition_penalty": 0}, {"seed": -1},
-        {"samples": 0}, {"stop": [""]}, {"logprobs": 1000}, {"regex": "a", "json_schema": {}},
+        {"samples": 0}, {"stop": [""]}, {"logprobs": 1000}, {"regex": "a", "json_schema": {}}, {"temperature": "1"},
+        {"temperature": 1e-45}, {"top_k": 5.5}, {"samples": "2"}, {"stop": None}, {"logprobs": True}, {"regex": b"a"},
+        {"processors": 3}, {"config": {}},
     ],
 )  # fmt: skip
 def test_refused_options(small, wrong):
@@ -152,6 +154,10 @@ def test_grammars_hold(small):
     for seed in range(3):
         found = json.loads(small.ask(QUESTIONS[0], 60, json_schema=schema, temperature=1.0, seed=seed))
         assert set(found) == {"age"} and found["age"] <= 99
+    assert re.fullmatch("[a-c]{3}", small.ask(QUESTIONS[0], 30, regex="^[a-c]{3}$"))
+    for empty in ({"regex": "[^\\s\\S]"}, {"json_schema": {"$ref": "#"}}):
+        with pytest.raises(RestoreKVError, match=r"No text matches|cannot be used|left its grammar"):
+            small.ask(QUESTIONS[0], **empty)
     for wrong, what in (({"regex": "("}, "regular expression"), ({"json_schema": '{"type": 3}'}, "JSON schema")):
         with pytest.raises(RestoreKVError, match=f"The {what} cannot be used"):
             small.ask(QUESTIONS[0], **wrong)
@@ -161,3 +167,17 @@ def test_without_llguidance_one_sentence(small, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(RestoreKVError, match=r"restorekv\[constrained\]"):
         small.ask(QUESTIONS[0], regex="a")
+
+
+def test_a_model_may_have_more_ids_than_its_tokenizer(tiny_tokenizer):
+    pytest.importorskip("llguidance")
+    model = build_model("qwen3", vocab_size=400)
+    made = compress(model, tiny_tokenizer, TEXT, ratio=0.5, adapter=None)
+    assert re.fullmatch("[a-c]{4}", made.ask(QUESTIONS[0], 30, regex="[a-c]{4}", temperature=1.0))
+
+
+def test_the_models_own_generation_config_is_understood(small):
+    small.model.generation_config.output_attentions = False
+    assert small.ask(QUESTIONS[0], 6, config=small.model.generation_config) == small.ask(QUESTIONS[0], 6)
+    with pytest.raises(RestoreKVError, match="give it to ask itself"):
+        small.ask(QUESTIONS[0], config=GenerationConfig(max_new_tokens=1))

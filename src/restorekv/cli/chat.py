@@ -19,10 +19,10 @@ from restorekv.errors import RestoreKVError
 from restorekv.files import check_target
 
 HELP = {
-    "/undo": "take the latest question and its answer back",
+    "/undo [N]": "take the latest question and its answer back, or the latest N",
     "/history": "show the conversation",
     "/fold": "compress the conversation into the document, to go on with less memory",
-    "/save FILE": "write the conversation; --continue FILE goes on with it",
+    "/save FILE": "write the conversation for --continue; as FILE.rkv, the document with what was folded",
     "/help": "show this list",
     "/quit": "leave; Ctrl-D does so, too",
 }
@@ -66,7 +66,7 @@ def talk(chat: Chat, max_new_tokens: int, decoding: dict) -> None:
             elif line:
                 answer(chat, line, max_new_tokens, decoding)
         except RestoreKVError as error:
-            notes.print(f"error: {error}", markup=False, highlight=False)
+            notes.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
 
 
 def lines() -> Iterable[str]:
@@ -102,6 +102,7 @@ def answer(chat: Chat, question: str, max_new_tokens: int, decoding: dict) -> No
         f"{seconds:.2f} s in all; the conversation holds {size(chat.nbytes)}",
         style="dim",
         highlight=False,
+        soft_wrap=True,
     )
 
 
@@ -110,8 +111,9 @@ def command(chat: Chat, line: str) -> None:
     name, _, rest = line.partition(" ")
     match name:
         case "/undo":
-            chat.undo()
-            notes.print(f"Took one turn back; {len(chat.turns)} are left.")
+            count = int(rest) if rest.strip().isdigit() else 1
+            chat.undo(count)
+            notes.print(f"Turns taken back: {count}; {len(chat.turns)} are left.")
         case "/history":
             for message in chat.messages:
                 output.print(f"[bold]{message['role']}[/]: {escape(message['content'])}", soft_wrap=True)
@@ -124,12 +126,15 @@ def command(chat: Chat, line: str) -> None:
         case "/save":
             if not rest.strip():
                 raise RestoreKVError("Give a file after /save.")
-            path = Path(rest.strip())
+            path = Path(rest.strip()).expanduser()
             check_target(path)
-            chat.save(path)
+            if path.suffix == ".rkv":
+                chat.document.save(path)
+            else:
+                chat.save(path)
             notes.print(f"Wrote {escape(str(path))}.")
         case "/help":
             for each, what in HELP.items():
-                notes.print(f"{each:12} {what}", highlight=False)
+                notes.print(f"{each:12} {what}", highlight=False, soft_wrap=True, markup=False)
         case _:
             raise RestoreKVError(f"There is no command {name}; /help lists them.")

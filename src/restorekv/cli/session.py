@@ -123,6 +123,7 @@ def method_of(m: Manifest) -> str:
     facts += [f"restored from the {m.restore_from} cache"] if m.restore_from != plain.restore_from else []
     facts += [f"offset {m.offset}"] if m.offset else []
     facts += [f"streamed {m.streaming} tokens at a time"] if m.streaming else []
+    facts += [f"{len(m.parts)} texts"] if m.parts else []
     facts += [f"held in {m.storage}"] if m.storage != "model" else []
     return ", ".join(facts)
 

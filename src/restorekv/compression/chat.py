@@ -7,10 +7,14 @@ turns afterwards, such as dropping their thoughts, stays.
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
@@ -20,12 +24,13 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.compression import generate
 from restorekv.compression.answers import Answer, answer_of, pieces
+from restorekv.compression.constraint import Constraint
 from restorekv.compression.context_file import digest
-from restorekv.compression.sampling import Decoding, DecodingOptions, rows_of
+from restorekv.compression.sampling import Decoding, DecodingOptions, found, rows_of
 from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.files import has_type, read_json, write_json
 from restorekv.model.prefill import prefill
-from restorekv.model.prompt import Context, between_turns, encode
+from restorekv.model.prompt import Context, between_turns, encode, tell_beyond
 
 if TYPE_CHECKING:
     from restorekv.compression.context import CompressedContext
@@ -57,33 +62,61 @@ class Chat:
     folded: int = 0  # turns that are part of the document by now
 
     def __post_init__(self) -> None:
-        self.cache = self.document.cache.fork()
+        self.cache, self.running = self.document.cache.fork(), threading.Lock()
 
     def ask(
-        self, question: str, max_new_tokens: int = 512, stream: bool = False, **options: Unpack[DecodingOptions]
-    ) -> str | Iterator[str]:
+        self, question: str, max_new_tokens: int = 512, stream: bool = False, details: bool = False,
+        **options: Unpack[DecodingOptions],
+    ) -> str | Answer | Iterator[str]:  # fmt: skip
         """Returns the answer, or an iterator over its pieces, and remembers both.
 
-        `options` are those of `Decoding`. A turn that is broken off, by an error or by leaving the iterator, has not
-        happened.
+        `options` are those of `Decoding`; details=True returns an `Answer`. A turn that is broken off, by an error or
+        by leaving the iterator, has not happened. Only one turn can be written at a time.
         """
-        decoding = Decoding.make(**options)
+        decoding, document = Decoding.make(**options), self.document
         if decoding.samples > 1:
             raise RestoreKVError("A conversation has one answer to a question; fork it for several.")
-        ids = self.question_ids(question)
-        generate.limits_of(max_new_tokens, 1)
-        answer = self.answered(question, ids, max_new_tokens, decoding)
+        (limit,) = generate.limits_of([max_new_tokens], 1)
+        self.question_ids(question)  # refuses a wrong one now, not when the first piece is wanted
+        stops = generate.stop_ids(document.model, document.tokenizer)
+        Constraint.make(document.tokenizer, decoding.json_schema, decoding.regex, stops)
+        answer = self.answered(question, limit, decoding, stops)
         if stream:
             return answer
         for _ in answer:
             pass
-        return self.turns[-1].answer.text
+        said = self.turns[-1].answer
+        return said if details else said.text
 
-    def answered(self, question: str, ids: list[int], limit: int, decoding: Decoding) -> Iterator[str]:
+    async def ask_async(self, question: str, max_new_tokens: int = 512, **options: Any) -> str | Answer:
+        """Answers as `ask` does while other tasks of the event loop go on."""
+        return await asyncio.to_thread(partial(self.ask, question, max_new_tokens, **options))
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Lets the block change the conversation; refuses while a turn is being written."""
+        if not self.running.acquire(blocking=False):
+            raise RestoreKVError("A turn of this conversation is still being written; end its stream, or fork before.")
+        try:
+            yield
+        finally:
+            self.running.release()
+
+    def answered(self, question: str, limit: int, decoding: Decoding, stops: set[int]) -> Iterator[str]:
         """Yields the pieces of an answer and adds the turn at the end."""
-        document, columns, written = self.document, self.columns, []
-        stops = generate.stop_ids(document.model, document.tokenizer)
+        with self.alone():
+            columns = self.columns
+            try:
+                yield from self.written(question, limit, decoding, stops)
+            except BaseException:
+                self.cut_to(columns)
+                raise
+
+    def written(self, question: str, limit: int, decoding: Decoding, stops: set[int]) -> Iterator[str]:
+        """Does so without putting anything back."""
+        document, ids, written = self.document, self.question_ids(question), []
         start, times = time.perf_counter(), []
+        tell_beyond(document.model, self.cache.get_seq_length() + len(ids) + limit, "The conversation")
         said = torch.tensor([*document.context.ids[0].tolist(), *self.ids(), *ids])[None]
         rows = rows_of(decoding, document.tokenizer, [said], [decoding.seed], stops)
         batch = generate.padded(document.model, [self.cache], [torch.tensor(ids)])
@@ -95,12 +128,12 @@ class Chat:
                 written.append(token)
                 yield token
 
-        try:
-            yield from pieces(document.tokenizer, tokens(), stops, decoding.stop)
-        except BaseException:
-            self.cut_to(columns)
-            raise
+        yield from pieces(document.tokenizer, tokens(), stops, decoding.stop)
         answer = answer_of(document.tokenizer, written, stops, len(ids), rows and rows[0])
+        if decoding.stop and (cut := found(decoding.stop, document.tokenizer.decode(written))) is not None:
+            kept = [n for n in range(1, len(written)) if len(document.tokenizer.decode(written[:n])) <= cut]
+            answer = replace(answer, ids=answer.ids[: max(kept, default=1)])  # a stop string is not part of the turn
+            self.cut_to(self.columns - len(written) + len(answer.ids))
         self.turns.append(Turn(question, answer, tuple(ids), (times[0], times[-1])))
 
     def question_ids(self, question: str) -> list[int]:
@@ -109,12 +142,15 @@ class Chat:
         if not isinstance(question, str) or not question.strip():
             raise RestoreKVError("A question is text that is not empty; ask something.")
         tokenizer, context = document.tokenizer, document.context
-        if not self.turns:
-            system = self.system if self.system != document.manifest.system else ""
+        if len(self.turns) == self.folded:
+            system = "" if self.turns or self.system == document.manifest.system else self.system
             return conversation_ids(tokenizer, context, [], question, system).tolist()
-        ids = encode(tokenizer, question, between_turns(tokenizer), context.suffix_text)[0].tolist()
-        last = self.turns[-1].answer.ids[-1]
-        return ids if last in generate.stop_ids(document.model, tokenizer) else [last, *ids]
+        return self.after_answer(encode(tokenizer, question, between_turns(tokenizer), context.suffix_text))
+
+    def after_answer(self, ids: Tensor) -> list[int]:
+        """Returns ids (1, q) behind the last id of the latest answer, which has not been read unless it is an EOS."""
+        last, stops = self.turns[-1].answer.ids[-1], generate.stop_ids(self.document.model, self.document.tokenizer)
+        return ids[0].tolist() if last in stops else [last, *ids[0].tolist()]
 
     def ids(self) -> list[int]:
         """Returns the ids that the tail holds: all that was read and written, but the last id of every answer."""
@@ -137,39 +173,46 @@ class Chat:
         return [{"role": role, "content": content} for pair in pairs for role, content in pair]
 
     def cut_to(self, columns: int) -> None:
-        """Drops all but the first columns of the tail."""
-        if self.columns > columns:
-            self.cache.crop(columns - self.columns)
+        """Drops all but the first columns of every layer's tail, some of which may have grown further than others."""
+        for layer in self.cache.layers:
+            layer.crop(layer.seen + columns)
 
     def undo(self, turns: int = 1) -> None:
         """Takes back the latest turns."""
-        if not 1 <= turns <= len(self.turns) - self.folded:
-            raise RestoreKVError(
-                f"There are {len(self.turns) - self.folded} turns that can be taken back, not {turns}."
-            )
-        dropped = self.turns[-turns:]
-        self.cut_to(self.columns - sum(len(turn.read) + len(turn.answer.ids) - 1 for turn in dropped))
-        del self.turns[-turns:]
+        with self.alone():
+            most = len(self.turns) - self.folded
+            if type(turns) is not int or not 1 <= turns <= most:
+                raise RestoreKVError(f"The number of turns that can be taken back is at most {most}, not {turns}.")
+            dropped = self.turns[-turns:]
+            self.cut_to(self.columns - sum(len(turn.read) + len(turn.answer.ids) - 1 for turn in dropped))
+            del self.turns[-turns:]
 
     def fork(self) -> Self:
         """Returns a conversation that goes on from here by itself."""
-        other = copy.copy(self)
-        other.turns, other.cache = list(self.turns), self.cache.fork()
-        for new, old in zip(other.cache.layers, self.cache.layers, strict=True):
-            new.keys, new.values = (x.clone() for x in old.pair)
+        with self.alone():
+            other = copy.copy(self)
+            other.turns, other.cache, other.running = list(self.turns), self.cache.fork(), threading.Lock()
+            for new, old in zip(other.cache.layers, self.cache.layers, strict=True):
+                new.keys, new.values = (x.clone() for x in old.pair)
         return other
 
     def fold(self, **options: Any) -> None:
-        """Compresses the turns so far as `document.append` does, whose options these are; they cannot be undone."""
-        if not self.ids():
-            return
-        self.document = self.document.grown(torch.tensor([self.ids()]), **options)
-        self.cache, self.folded = self.document.cache.fork(), len(self.turns)
+        """Compresses the turns so far as `document.append` does, whose options these are; they cannot be undone.
+
+        The document then ends where the user goes on, so that it can be saved and asked by itself.
+        """
+        with self.alone():
+            if not self.ids():
+                return
+            opening = encode(self.document.tokenizer, before=between_turns(self.document.tokenizer))
+            ids = torch.tensor([[*self.ids(), *self.after_answer(opening)]])
+            self.document = self.document.grown(ids, between="", **options)
+            self.cache, self.folded = self.document.cache.fork(), len(self.turns)
 
     def save(self, path: str | Path) -> None:
         """Writes the turns as JSON, all or nothing; `load` reads them once more over the same document."""
         if self.folded:
-            raise RestoreKVError("Folded turns are part of the document; save chat.document instead.")
+            raise RestoreKVError("Folded turns are part of the document; save that: chat.document.save('doc.rkv').")
         turns = [
             {"question": turn.question, "answer": turn.answer.text, "read": turn.read, "written": turn.answer.ids}
             for turn in self.turns

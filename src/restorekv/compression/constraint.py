@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Self
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -15,14 +16,16 @@ from restorekv.errors import RestoreKVError
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-VOCABULARIES: WeakKeyDictionary[Tokenizer, object] = WeakKeyDictionary()  # of llguidance, which take a second to make
+VOCABULARIES: WeakKeyDictionary[Tokenizer, dict[tuple[int, ...], object]] = (
+    WeakKeyDictionary()
+)  # of llguidance, which take a second to make
 
 
 class Constraint:
     """What one answer may continue with, token by token."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self.matcher = matcher
+    def __init__(self, matcher: LLMatcher, size: int) -> None:
+        self.matcher, self.size = matcher, size  # the tokenizer's ids; a model may have more
 
     @classmethod
     def make(cls, tokenizer: Tokenizer, schema: str | dict | None, regex: str | None, stops: set[int]) -> Self | None:
@@ -38,20 +41,25 @@ class Constraint:
             ) from None
         if not tokenizer.is_fast:
             raise RestoreKVError("json_schema and regex need a fast tokenizer; load the model with one.")
-        if tokenizer not in VOCABULARIES:
-            VOCABULARIES[tokenizer] = llguidance.hf.from_tokenizer(tokenizer, eos_token=sorted(stops) or None)
-        kind, vocabulary = llguidance.LLMatcher, VOCABULARIES[tokenizer]
+        own, ends = VOCABULARIES.setdefault(tokenizer, {}), tuple(sorted(stops))
+        if ends not in own:
+            own[ends] = llguidance.hf.from_tokenizer(tokenizer, eos_token=list(ends) or None)
+        kind, vocabulary = llguidance.LLMatcher, own[ends]
         try:
             text = schema if schema is None or isinstance(schema, str) else json.dumps(schema)
             # The space with which many tokenizers begin a word is not part of the answer.
-            grammar = kind.grammar_from_regex(f" ?(?:{regex})") if text is None else kind.grammar_from_json_schema(text)
+            grammar = (
+                kind.grammar_from_regex(f" ?(?:{unanchored(regex)})")
+                if text is None
+                else kind.grammar_from_json_schema(text)
+            )
             wrong = kind.validate_grammar(grammar, vocabulary)
         except (ValueError, TypeError) as error:
             wrong = str(error)
         if wrong:
             what = "regular expression" if regex is not None else "JSON schema"
-            raise RestoreKVError(f"The {what} cannot be used: {' '.join(wrong.split())[:200]}")
-        return cls(kind(vocabulary, grammar))
+            raise RestoreKVError(f"The {what} cannot be used: {short(wrong)}")
+        return cls(kind(vocabulary, grammar), vocabulary.vocab_size)
 
     @property
     def complete(self) -> bool:
@@ -61,13 +69,26 @@ class Constraint:
     def allow(self, logits: Tensor) -> Tensor:
         """Returns logits (1, V) with -inf for every token that may not come next."""
         tokens = import_module("llguidance.torch")
-        mask = tokens.allocate_token_bitmask(1, logits.shape[-1])
+        mask = tokens.allocate_token_bitmask(1, self.size)
         tokens.fill_next_token_bitmask(self.matcher, mask)
-        allowed = logits.clone()
+        allowed = logits[:, : self.size].clone()
         tokens.apply_token_bitmask_inplace(allowed, mask)
-        return allowed
+        if self.matcher.is_error() or (self.matcher.is_stopped() and not self.matcher.is_accepting()):
+            raise RestoreKVError("No text matches the regular expression or JSON schema; give another one.")
+        return torch.nn.functional.pad(allowed, (0, logits.shape[-1] - allowed.shape[-1]), value=-torch.inf)
 
     def take(self, token: int) -> None:
         """Continues after a token."""
-        if not self.matcher.consume_token(token) and (error := self.matcher.get_error()):
-            raise RestoreKVError(f"The answer left its grammar: {error}")
+        if not self.matcher.consume_token(token):
+            raise RestoreKVError(f"The answer left its grammar: {short(self.matcher.get_error() or 'unknown')}")
+
+
+def unanchored(regex: str) -> str:
+    """Returns an expression, which an answer matches as a whole, without ^ at its start and $ at its end."""
+    regex = regex.removeprefix("^")
+    return regex[:-1] if regex.endswith("$") and not regex.endswith("\\$") else regex
+
+
+def short(text: str) -> str:
+    """Returns the start of a library's message, as one line."""
+    return " ".join(text.replace(" ?(?:", "").split())[:200]

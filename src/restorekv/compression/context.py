@@ -65,6 +65,8 @@ class CompressedContext:
         'Agnes teacher.'
         """
         decoding, single = Decoding.make(**options), isinstance(question, str)
+        if not single and not isinstance(question, list | tuple):
+            raise RestoreKVError(f"A question is text, or a list of texts, not {type(question).__name__}.")
         if stream:
             if not single or details or graph:
                 raise RestoreKVError(
@@ -80,6 +82,8 @@ class CompressedContext:
 
     async def ask_async(self, question: str | Sequence[str], **options: Any) -> str | list | Answer:
         """Answers as `ask` does, with its options, while other tasks of the event loop go on."""
+        if options.get("stream"):
+            raise RestoreKVError("Use stream_async to get the pieces of an answer.")
         return await asyncio.to_thread(partial(self.ask, question, **options))
 
     async def stream_async(self, question: str, **options: Any) -> AsyncIterator[str]:
@@ -114,26 +118,28 @@ class CompressedContext:
         True
         """
         ids = encode(self.tokenizer, text) if isinstance(text, str) else token_ids(self.tokenizer, text)
-        if not ids.shape[-1]:
+        if not ids.shape[-1] or (isinstance(text, str) and not text.strip()):
             raise RestoreKVError("There is nothing to append; give a text with at least one word.")
         return self.grown(ids, restore, adapter, evictor)
 
     def grown(
         self, ids: Tensor, restore: str = "last", adapter: RestoreAdapter | str | Path | None = "auto",
-        evictor: str | None = None,
+        evictor: str | None = None, between: str | None = None,
     ) -> CompressedContext:  # fmt: skip
-        """Returns what `append` does with ids (1, t), whoever wrote them."""
+        """Returns what `append` does with ids (1, t), whoever wrote them; `between` then stands before questions."""
         m, shape = self.manifest, CacheShape.of(self.model)
         how = self.grower(None if restore == "none" else adapter, evictor)
-        growth = Growth(self.model, self.tokenizer, self.context, self.cache, how, restore)
         tokens, config = how.adapter.restore_tokens if how.adapter else 0, how.conventions
         whole = replace(self.context, ids=torch.cat([self.context.ids, ids], -1))
         budget = config.budget(Fraction(m.ratio), whole, shape.layers, shape.heads, tokens)
+        growth = Growth(self.model, self.tokenizer, self.context, self.cache, how, restore, budget.restore_tokens)
         context, cache = growth.append(ids, budget)
+        context = context if between is None else replace(context, between=between)
         cache.store(m.storage)
         seconds = {name: round(value, 4) for name, value in growth.seconds.items()}
         manifest = m.of_other(
             context, cache, seconds=seconds, parts=[*(m.parts or [m.tokens]), ids.shape[-1]], earlier=growth.carried,
+            between=context.between, streaming=None,
             adapter=how.adapter and how.adapter.identity(), evictor=how.identity(self.model),
         )  # fmt: skip
         return CompressedContext(self.model, self.tokenizer, context, cache, manifest, how)
@@ -181,7 +187,8 @@ class CompressedContext:
         rows = max(options.get("num_beams", 1), options.get("num_return_sequences", 1))
         with torch.no_grad():
             result = self.model.generate(**inputs, past_key_values=self.cache.fork(rows), **options)
-        return generate.answer_text(self.tokenizer, result[0, inputs["input_ids"].shape[1] :].tolist(), stops)
+        written = result[0, inputs["input_ids"].shape[1] :].tolist()
+        return generate.answer_text(self.tokenizer, written, stops).lstrip()
 
     def portable(self) -> Portable:
         """Returns the cache as an ordinary prefix of m tokens for other engines; needs allocation="per-head"."""

@@ -65,8 +65,9 @@ def tokens(
 
 def limits_of(max_new_tokens: int | Sequence[int], count: int) -> list[int]:
     """Returns a limit for each of so many answers."""
-    limits = [max_new_tokens] * count if isinstance(max_new_tokens, int) else list(max_new_tokens)
-    if len(limits) != count or any(limit < 1 for limit in limits):
+    several = isinstance(max_new_tokens, list | tuple)
+    limits = list(max_new_tokens) if several else [max_new_tokens] * count
+    if len(limits) != count or any(type(limit) is not int or limit < 1 for limit in limits):
         raise RestoreKVError("max_new_tokens is a number of at least 1, or one such number per question.")
     return limits
 

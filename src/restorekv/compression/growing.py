@@ -94,6 +94,7 @@ class Growth:
     cache: RaggedCache
     how: Eviction
     restore: str
+    tokens: int  # the new part's restore tokens
     seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -101,7 +102,8 @@ class Growth:
         if self.restore not in RESTORE:
             raise RestoreKVError(f"restore is one of {', '.join(RESTORE)}, not {self.restore!r}.")
         if not evictor.streams:
-            raise RestoreKVError(f"{evictor.name} scores a context as a whole; compress the whole text again.")
+            why = f"The evictor {evictor.name} scores a context as a whole"
+            raise RestoreKVError(f"{why}; compress the whole text again.")
         if config.offset or any(layer.bias is not None for layer in self.cache.layers):
             raise RestoreKVError(
                 "Only a cache of an evictor without an offset can grow; compress the text in another way."
@@ -115,7 +117,8 @@ class Growth:
         part = replace(self.context, ids=torch.cat([self.context.ids[:, : self.context.prefix], ids], -1))
         evictor = self.how.evictor.later(part)
         if (again := evictor.latest(part)) >= ids.shape[-1]:
-            raise RestoreKVError(f"{evictor.spec} always keeps the latest {again} tokens; append more at once.")
+            kept = f"{evictor.spec} always keeps the latest {again} tokens"
+            raise RestoreKVError(f"{kept}, and the new text has {ids.shape[-1]}; append more at once.")
         attention.install(self.model)
         room = self.room(budget)
         reading, scores = self.read(part, evictor)
@@ -138,7 +141,12 @@ class Growth:
     @property
     def carried(self) -> int:
         """The restore pairs that every head goes on holding among its rows."""
-        return self.earlier + self.cache.restore if self.restore == "every" else 0
+        return self.earlier + self.cache.restore if self.keeps else 0
+
+    @property
+    def keeps(self) -> bool:
+        """Whether restore pairs of earlier parts stay: also under "last" where the new part has none of its own."""
+        return self.restore == "every" or (self.restore == "last" and not self.tokens)
 
     def room(self, budget: Budget) -> int:
         """Returns how many pairs of the new part may stay: what the budget leaves after all that is kept."""
@@ -150,8 +158,8 @@ class Growth:
         room = budget.retained - held - self.carried * budget.layers * budget.heads
         if room < 0:
             raise BudgetError(
-                f"The budget has no room for the new text: {-room:,} pairs too many are held; "
-                "append more at once, or with restore='last'."
+                f"The budget has no room for the new text: {-room:,} pairs too many are held; append more at once"
+                + (", or with restore='last'." if self.restore == "every" else ".")
             )
         return room
 
@@ -160,12 +168,13 @@ class Growth:
         prefix, observer = self.context.prefix, evictor.observer(self.model, part)
         observing = observe_layers(self.model, observer.on_layer) if observer else nullcontext()
         with timed(self.seconds, "prefill"):
-            first = prefill(self.model, part.ids[:, :prefix])
+            first = prefill(self.model, part.ids[:, :prefix]).layers if prefix else self.cache.layers
             layers = []
-            for layer, dense in zip(self.cache.layers, first.layers, strict=True):
+            for layer, dense in zip(self.cache.layers, first, strict=True):
                 rows = joined([Rows.of(layer), Rows.of_restore_cache(layer, self.context.positions + self.earlier)])
                 rows = rows.where(rows.positions >= prefix)
-                layers.append(rows.layer(layer.heads, self.context.tokens, dense.keys, dense.values))
+                pair = (dense.keys, dense.values) if prefix else none(layer)
+                layers.append(rows.layer(layer.heads, self.context.tokens, *pair))
             reading = RaggedCache(layers)
             with observing:
                 prefill(self.model, part.ids[:, prefix:], into=reading)
@@ -190,7 +199,7 @@ class Growth:
         for index, (old, new, kept) in enumerate(zip(self.cache.layers, reading.layers, keep, strict=True)):
             rows = Rows.of(old)
             parts = [rows.where(rows.positions < self.context.positions)]
-            if self.restore == "every":
+            if self.keeps:
                 grown = seen - self.context.positions  # restore pairs are numbered behind the text, wherever that ends
                 earlier = rows.where(rows.positions >= self.context.positions)
                 parts.append(replace(earlier, positions=earlier.positions + grown))
@@ -198,9 +207,13 @@ class Growth:
             heads, slots = kept.to(new.device).nonzero(as_tuple=True)
             tail = (x[0, heads, prefix + slots] for x in new.pair)
             parts.append(Rows(*tail, heads, self.context.positions + slots))
-            none = tuple(x[:, :, :0] for x in new.pair)
-            layers.append(joined(parts).layer(old.heads, seen, *(restored[index] if restored else none)))
+            layers.append(joined(parts).layer(old.heads, seen, *(restored[index] if restored else none(old))))
         return RaggedCache(layers)
+
+
+def none(layer: RaggedLayer) -> tuple[Tensor, Tensor]:
+    """Returns keys and values (1, H, 0, D)."""
+    return layer.restore_keys[:, :, :0], layer.restore_values[:, :, :0]
 
 
 @torch.no_grad()

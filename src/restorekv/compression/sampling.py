@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from math import isfinite
-from typing import Self, TypedDict
+from typing import Any, Self, TypedDict
 
 import torch
 from torch import Tensor
@@ -30,10 +29,28 @@ from transformers.generation import (
 
 from restorekv.compression.constraint import Constraint
 from restorekv.errors import RestoreKVError
+from restorekv.files import has_type
 
-TAKEN = {"do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop_strings", "max_new_tokens",
-         "num_return_sequences", "eos_token_id", "bos_token_id", "pad_token_id", "transformers_version",
-         "_from_model_config", "use_cache", "max_length"}  # fmt: skip
+TAKEN = {"do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop_strings",
+         "num_return_sequences"}  # fmt: skip
+IDLE = {"eos_token_id", "bos_token_id", "pad_token_id", "transformers_version", "use_cache", "max_length",
+        "return_dict_in_generate", "cache_implementation", "output_attentions", "output_hidden_states",
+        "output_scores", "output_logits"}  # fmt: skip
+CHECKS: dict[str, tuple[object, Callable[[Any], bool], str]] = {  # type, further condition, and both in words
+    "temperature": (float, lambda x: x == 0 or 0.01 <= x <= 100, "0, or a number from 0.01 to 100"),
+    "top_p": (float, lambda x: 0 < x <= 1, "a number above 0, at most 1"),
+    "top_k": (int, lambda x: x >= 0, "a number of tokens, 0 for all"),
+    "min_p": (float, lambda x: 0 <= x <= 1, "a number from 0 to 1"),
+    "repetition_penalty": (float, lambda x: 0 < x <= 100, "a number above 0, at most 100"),
+    "seed": (int, lambda x: 0 <= x < 2**62, "a number of at least 0, below 2^62"),
+    "samples": (int, lambda x: 1 <= x <= 10_000, "a number of at least 1"),
+    "stop": (list[str] | tuple[str, ...], all, "one or more strings that are not empty"),
+    "logprobs": (int | None, lambda x: x is None or 0 <= x <= 100, "a number of tokens from 0 to 100"),
+    "json_schema": (str | dict[str, Any] | None, lambda x: True, "a dict or JSON"),
+    "regex": (str | None, lambda x: True, "a text"),
+    "processors": (list[LogitsProcessor] | tuple[LogitsProcessor, ...], lambda x: True, "a list of processors"),
+    "criteria": (list[StoppingCriteria] | tuple[StoppingCriteria, ...], lambda x: True, "a list of criteria"),
+}
 
 
 class DecodingOptions(TypedDict, total=False):
@@ -83,25 +100,14 @@ class Decoding:
     criteria: Sequence[StoppingCriteria] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        checks = {
-            "temperature": (self.temperature >= 0 and isfinite(self.temperature), "a number of at least 0"),
-            "top_p": (0 < self.top_p <= 1, "a number above 0, at most 1"),
-            "top_k": (self.top_k >= 0, "a number of tokens, 0 for all"),
-            "min_p": (0 <= self.min_p <= 1, "a number from 0 to 1"),
-            "repetition_penalty": (self.repetition_penalty > 0, "a number above 0"),
-            "seed": (type(self.seed) is int and 0 <= self.seed < 2**63 - self.samples, "a number from 0 to 2^63"),
-            "samples": (type(self.samples) is int and self.samples >= 1, "a number of at least 1"),
-            "stop": (
-                all(isinstance(each, str) and each for each in self.stop),
-                "one or more strings that are not empty",
-            ),
-            "logprobs": (self.logprobs is None or 0 <= self.logprobs <= 100, "a number of tokens from 0 to 100"),
-            "regex": (self.regex is None or self.json_schema is None, "for an answer without a json_schema"),
-        }
-        for name, (holds, wanted) in checks.items():
-            if not holds:
-                raise RestoreKVError(f"{name} is {wanted}, not {getattr(self, name)!r}.")
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
+        for name, (kind, holds, wanted) in CHECKS.items():
+            value = getattr(self, name)
+            if not has_type(value, kind) or not holds(value):
+                raise RestoreKVError(f"{name} is {wanted}, not {repr(value)[:60]}.")
+        if self.regex is not None and self.json_schema is not None:
+            raise RestoreKVError("regex is for answers without a json_schema; give one of them.")
+        object.__setattr__(self, "stop", tuple(self.stop))
 
     @classmethod
     def make(cls, config: GenerationConfig | None = None, **options: object) -> Self:
@@ -112,7 +118,7 @@ class Decoding:
                 near = get_close_matches(name, known, 1)
                 hint = f"did you mean {near[0]}?" if near else f"use some of {', '.join(known)}."
                 raise RestoreKVError(f"There is no option {name}; {hint}")
-        return cls(**{**(taken_from(config) if config else {}), **options})
+        return cls(**{**({} if config is None else taken_from(config)), **options})
 
     @property
     def plain(self) -> bool:
@@ -142,10 +148,18 @@ GREEDY = Decoding()
 
 
 def taken_from(config: GenerationConfig) -> dict[str, object]:
-    """Returns the options that a GenerationConfig sets; refuses what this loop does not do."""
-    given = {name: value for name, value in config.to_diff_dict().items() if value is not None}
-    if strange := sorted(given.keys() - TAKEN):
-        raise RestoreKVError(f"ask does not know {strange[0]} of a GenerationConfig; use generate, transformers' own.")
+    """Returns the options that a GenerationConfig sets; refuses what this loop does not do.
+
+    Which ids end an answer is up to the model's own config, and how long it may be up to max_new_tokens.
+    """
+    if not isinstance(config, GenerationConfig):
+        raise RestoreKVError(f"config is transformers' GenerationConfig, not {type(config).__name__}.")
+    usual, own = GenerationConfig().to_dict(), config.to_dict()
+    changed = {name for name, value in own.items() if value not in (None, False, usual.get(name))}
+    if strange := sorted(name for name in changed - TAKEN - IDLE if not name.startswith("_")):
+        fix = "give it to ask itself" if strange[0] == "max_new_tokens" else "use generate, transformers' own"
+        raise RestoreKVError(f"ask takes no {strange[0]} from a GenerationConfig; {fix}.")
+    given = {name: value for name, value in own.items() if name in TAKEN and value is not None}
     names = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": 0.0} if given.get("do_sample") else {}
     options = {name: given.get(name, default) for name, default in names.items()}
     renamed = {"repetition_penalty": "repetition_penalty", "stop_strings": "stop", "num_return_sequences": "samples"}

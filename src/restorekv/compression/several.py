@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Unpack
@@ -46,19 +47,21 @@ def compose(contexts: Sequence[CompressedContext]) -> CompressedContext:
     >>> both.manifest.tokens == 2 * small.manifest.tokens
     True
     """
+    start, contexts = time.perf_counter(), list(contexts)
     if not contexts:
         raise RestoreKVError("There is nothing to compose; give at least one compressed context.")
     first, records = one_model(contexts), [each.manifest for each in contexts]
-    for name in ("prefix_policy", "allocation", "restore_from", "offset", "storage", "between"):
-        if len({getattr(record, name) for record in records}) > 1:
+    for name in ("evictor", "adapter", "prefix_policy", "allocation", "restore_from", "offset", "storage", "between"):
+        if any(getattr(record, name) != getattr(records[0], name) for record in records):
             raise RestoreKVError(f"The contexts differ in {name}; compress them alike to compose them.")
     context, cache = composed(first.model, [(each.context, each.cache) for each in contexts])
     cache.store(records[0].storage)
     ratio = sum(Fraction(m.ratio) * m.tokens for m in records) / context.tokens
+    seconds = {"compose": round(time.perf_counter() - start, 4)}
     manifest = records[0].of_other(
-        context, cache, ratio=str(ratio), seconds={}, parts=[part for m in records for part in m.parts or [m.tokens]],
+        context, cache, ratio=str(ratio), seconds=seconds, cut=sum(m.cut for m in records),
+        parts=[part for m in records for part in m.parts or [m.tokens]],
         earlier=sum(m.earlier + m.restore_tokens for m in records) - cache.restore,
-        evictor=" + ".join(dict.fromkeys(m.evictor for m in records)), cut=sum(m.cut for m in records),
     )  # fmt: skip
     return CompressedContext(first.model, first.tokenizer, context, cache, manifest, contexts[-1].compressor)
 
@@ -67,6 +70,8 @@ def one_model(contexts: Sequence[CompressedContext]) -> CompressedContext:
     """Returns the first of them; refuses several models or chat templates."""
     first = contexts[0]
     for each in contexts:
+        if not isinstance(each, CompressedContext):
+            raise RestoreKVError(f"A compressed context is what compress returns, not {type(each).__name__}.")
         if each.model is not first.model:
             raise RestoreKVError("A batch has one model; load the cache files with the same model object.")
         if template_hash(each.tokenizer) != template_hash(first.tokenizer):
