@@ -5,9 +5,11 @@ import torch
 
 from restorekv import compress, load_portable
 from restorekv.compression import portable
+from restorekv.compression.eviction import shipped_adapter
 from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.files import open_tensors
 from restorekv.model.prompt import question_ids
+from restorekv.restore.adapter_file import read
 from restorekv.seal import sealed
 from tests.compression.test_compressor import QUESTIONS, TEXT, make_adapter
 from tests.helpers.models import build_model
@@ -116,3 +118,10 @@ def test_files_of_strangers(tiny_model, tiny_tokenizer, tmp_path):
         load_portable(path, build_model("llama", seed=5))
     with pytest.raises(CacheFileError, match="not signed"):
         load_portable(path, key=b"sixteen bytes or more")
+
+
+def test_the_adapter_that_ships_for_the_allocation_goes_first():
+    one = shipped_adapter("smollm2", "kvzip", "per-head")
+    assert one.name == "kvzip.per-head" and shipped_adapter("smollm2", "kvzip").name == "kvzip"
+    assert shipped_adapter("smollm2", "snapkv", "per-head").name == "snapkv"
+    assert read(one).card.allocation == "per-head"

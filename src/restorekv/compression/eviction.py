@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import evictors, spec
+from restorekv.compression.allocate import GLOBAL
 from restorekv.compression.attention_matching.method import AttentionMatching
 from restorekv.compression.budget import Budget, OnSmallBudget, PrefixPolicy
 from restorekv.compression.prepared import (
@@ -182,15 +183,20 @@ def locate_adapter(model: PreTrainedModel, name: str, compressor: Compressor) ->
         return publish.published_name(model_name(model), compressor.spec)
     if name != "auto":
         return shipped_adapter(*name.split(":", 1)) or name if ":" in name else name
-    folder = shipped_adapter(model_name(model), compressor.spec)
+    folder = shipped_adapter(model_name(model), compressor.spec, compressor.conventions.allocation.spec)
     if folder and compressor.conventions.offset:
         warn("An offset is a control without restoring: no adapter is used.")
         return None
     return folder
 
 
-def shipped_adapter(model: str, evictor: str) -> Path | None:
-    """Returns the folder that ships for the model of that name and this evictor, if one does."""
+def shipped_adapter(model: str, evictor: str, allocation: str = GLOBAL.spec) -> Path | None:
+    """Returns the folder that ships for the model of that name and this evictor, if one does.
+
+    One trained with the allocation (its folder's name ends in it) goes before one trained with the global ranking.
+    """
     name = canonical(model)
-    folder = shipped_path(name, "adapters", evictor)
-    return folder if name in SHIPPING and evictor and folder.is_dir() else None
+    if name not in SHIPPING or not evictor:
+        return None
+    folders = (shipped_path(name, "adapters", each) for each in (f"{evictor}.{allocation}", evictor))
+    return next((folder for folder in folders if folder.is_dir()), None)
