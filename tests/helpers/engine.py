@@ -89,8 +89,8 @@ def answers(llm: Any, prompts: Sequence[list[int]], **options: Any) -> list[str]
 
 
 def without_halves(texts: Sequence[str]) -> list[str]:
-    """Returns texts without the parts of a character at their ends, which vLLM holds back."""
-    return [text.rstrip("\ufffd") for text in texts]
+    """Returns texts without what `ask` and vLLM leave out: a leading space, and half a character at the end."""
+    return [text.lstrip().rstrip("\ufffd") for text in texts]
 
 
 @contextmanager
