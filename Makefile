@@ -47,6 +47,7 @@ hostile: venv
 	$(RUN) tests.hostile.commands --seed $(SEED)
 	$(RUN) tests.hostile.memory --count 300
 	$(RUN) tests.hostile.memory --turns 1000
+	$(RUN) tests.hostile.serve --questions 1000 --kills 25 --seed $(SEED)
 
 lint: venv
 	$(RUN) ruff check $(SOURCE)
