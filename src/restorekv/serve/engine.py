@@ -87,6 +87,7 @@ class Engine:
         self.held: OrderedDict[str, CompressedContext] = OrderedDict()
         self.questions: queue.Queue[Question | None] = queue.Queue(waiting)
         self.compressions: queue.Queue[tuple[tuple[str, str | Path], Variant, Future]] = queue.Queue()
+        self.phase = ("", "")  # the cache that is being made, and what is done for it now
         self.counts = {"questions": 0, "tokens": 0, "compressed": 0, "loaded": 0, "hits": 0}
         self.fingerprint = model_fingerprint(model)
         self.stops = generate.stop_ids(model, tokenizer)
@@ -230,7 +231,7 @@ class Engine:
         loaded = self.loaded(key)
         fresh = loaded is None
         if fresh:
-            loaded = self.made(text, variant)
+            loaded = self.made(text, variant, key)
             with self.store.writing(key, sha256) as path:
                 loaded.save(path)
         self.hold(key, loaded)
@@ -254,12 +255,19 @@ class Engine:
         self.counts["loaded"] += 1
         return context
 
-    def made(self, text: str | Path, variant: Variant) -> CompressedContext:
+    def made(self, text: str | Path, variant: Variant, key: str) -> CompressedContext:
         """Compresses a text, between whose phases waiting questions are answered; loads a cache file from a path."""
         if isinstance(text, Path):
             return CompressedContext.load(text, self.model, self.tokenizer)
-        phase = lambda _: self.answer_waiting()  # noqa: E731
-        made = compress(self.model, self.tokenizer, text, progress=phase, **variant.options)
+
+        def on_phase(name: str) -> None:
+            self.phase = key, name
+            self.answer_waiting()
+
+        try:
+            made = compress(self.model, self.tokenizer, text, progress=on_phase, **variant.options)
+        finally:
+            self.phase = "", ""
         self.counts["compressed"] += 1
         return made
 
