@@ -11,6 +11,8 @@ let turn = 0; // of what was asked for last: answers to earlier requests are dro
 
 const chosen = () => `${state.variants.base}:${$("method").value}-${Number($("ratio").value)}`;
 
+const asItIs = (file) => file.filename.endsWith(".rkv"); // whatever the model id says
+
 function busy(phase) {
   $("bar").hidden = !phase;
   $("bar").value = ask.phaseNumber(phase);
@@ -34,7 +36,8 @@ async function compress() {
     showText(found);
     $("results").hidden = false;
     busy(null);
-    $("phase").textContent = `${state.file.filename} is compressed as ${state.model}.`;
+    $("phase").textContent = asItIs(state.file) ? "This is a cache file, which is used as it is."
+      : `${state.file.filename} is compressed as ${state.model}.`;
   } catch (error) {
     if (own !== turn) return;
     busy(null);
@@ -46,7 +49,8 @@ async function compress() {
 function open(file) {
   state.file = file;
   $("hint").hidden = file !== null;
-  $("variant").hidden = file === null;
+  $("variant").hidden = file === null || asItIs(file);
+  $("three").hidden = $("variant").hidden;
   $("title").textContent = file?.filename ?? "No document is open";
   documents.mark(file?.id ?? null).catch(tell);
   if (file) {

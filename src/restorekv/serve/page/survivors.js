@@ -19,9 +19,10 @@ export function showSizes(found) {
   $("sizes").replaceChildren(line("KV pairs", found.pairs, count), line("Memory", found.bytes, size));
   const seconds = Object.entries(found.seconds).map(([phase, value]) => `${phase} ${value.toFixed(2)} s`).join(", ");
   const tokens = found.restore_tokens;
-  const added = tokens ? `${tokens} restore tokens in every head` : "no restore tokens, because no adapter ships for it";
+  const added = tokens ? `with ${tokens} restore tokens in every head` : "without restore tokens";
+  $("same").textContent = tokens ? "" : "There are no restore tokens here, so the last two caches are the same.";
   $("made").textContent = `${count(found.tokens)} tokens, ${found.layers} layers, ${found.heads} KV heads. `
-    + `The evictor is ${found.evictor.split(":")[0]}, with ${added}. ${seconds && `Time: ${seconds}.`}`;
+    + `The evictor is ${found.evictor.split(":")[0]}, ${added}. ${seconds && `Time: ${seconds}.`}`;
 }
 
 export function fillHeads(found) {
