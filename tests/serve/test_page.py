@@ -159,6 +159,8 @@ def test_base_variants_have_no_restore_tokens(url, file, model, tiny_tokenizer):
         model=f"{VARIANT}-base", messages=[{"role": "user", "content": parts}], temperature=0, max_tokens=12
     )
     assert answer.choices[0].message.content == small.ask("Which code?", 12)
+    seconds = answer.restorekv["seconds"]
+    assert 0 < seconds["first"] <= seconds["total"]
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny:fast-0.1", "tiny:kvzip+-0.25-base", "tiny:contrastkv-simple-0.1-base"])

@@ -71,12 +71,13 @@ class Reply:
 
 @dataclass
 class Asked:
-    """A question whose documents are at hand."""
+    """A question whose documents are at hand; `first` is when its first token was written, 0 before that."""
 
     question: Question
     context: CompressedContext
     prompt: Tensor
     started: float
+    first: float = 0.0
 
 
 class Engine:
@@ -203,6 +204,7 @@ class Engine:
             for row, token in generate.tokens(self.model, self.tokenizer, caches, prompts, limits, rows=rows):
                 written[row].append(token)
                 each, sample = owners[row]
+                each.first = each.first or time.perf_counter()
                 each.question.on_token(sample, token)
         except Exception as error:  # such as memory that ran out: nobody waits in vain
             for each in asked:
@@ -218,7 +220,8 @@ class Engine:
         answers = [answer_of(self.tokenizer, ids, self.stops, len(asked.prompt), row) for ids, row in written]
         self.counts["questions"] += 1
         self.counts["tokens"] += sum(len(ids) for ids, _ in written)
-        seconds = {"total": time.perf_counter() - asked.started, **manifest.seconds}
+        now = time.perf_counter()
+        seconds = {"first": (asked.first or now) - asked.started, "total": now - asked.started, **manifest.seconds}
         held = asked.context.context.positions, manifest.pairs_held, manifest.bytes_held
         question.done.set_result(Reply(answers, len(asked.prompt), *held, seconds))
 

@@ -83,26 +83,18 @@ async function* events(response) {
   }
 }
 
-// Streams an answer to `onText`, and returns it with its seconds, which start when the cache is in memory.
+// Streams an answer to `onText`, and returns it with what the server says of its cache and seconds.
 export async function answer(file, model, messages, limit, { onText, onPhase, signal }) {
   const body = { model, messages, max_tokens: limit, temperature: 0, stream: true };
   body.stream_options = { include_usage: true };
   const headers = { "content-type": "application/json" };
   const sent = request("/v1/chat/completions", { method: "POST", headers, body: JSON.stringify(body), signal });
-  const response = await watched(file, model, sent, onPhase);
-  const start = performance.now();
-  const result = { text: "", first: null, total: null, held: null };
-  const elapsed = () => (performance.now() - start) / 1000;
-  for await (const chunk of events(response)) {
+  const result = { text: "", held: null };
+  for await (const chunk of events(await watched(file, model, sent, onPhase))) {
     if (chunk.error) throw new Error(chunk.error.message);
     const piece = chunk.choices[0]?.delta.content;
-    if (piece) {
-      result.first ??= elapsed();
-      result.text += piece;
-      onText(result.text);
-    }
+    if (piece) onText(result.text += piece);
     result.held = chunk.restorekv ?? result.held;
   }
-  result.total = elapsed();
   return result;
 }

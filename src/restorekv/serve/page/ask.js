@@ -46,9 +46,9 @@ async function write(into, about, state, model, messages, signal) {
     const limit = Math.min(LIMIT, state.variants.max_tokens);
     const result = await answer(state.file.id, model, messages, limit, { onText, onPhase, signal });
     if (!result.text) into.textContent = "(The answer is empty.)";
-    const first = result.first === null ? "" : `first word ${result.first.toFixed(2)} s, `;
-    about.textContent = `${first}all ${result.total.toFixed(2)} s; `
-      + `${count(result.held.pairs)} KV pairs, ${size(result.held.bytes)}`;
+    const { pairs, bytes, seconds } = result.held;
+    about.textContent = `first word ${seconds.first.toFixed(2)} s, all ${seconds.total.toFixed(2)} s; `
+      + `${count(pairs)} KV pairs, ${size(bytes)}`;
     return result.text;
   } catch (error) {
     about.textContent = error.name === "AbortError" ? "Stopped." : "Failed.";
