@@ -42,12 +42,12 @@ export function showText(found) {
     else spans.push({ shade, text });
   }
   $("text").replaceChildren(...spans.map(({ shade, text }) => el("span", { dataset: { shade }, textContent: text })));
-  const single = found.pieces.every(([, share]) => share === 0 || share === most);
+  const single = $("layer").value !== "" && $("head").value !== "";
   const name = (shade) => (single ? (shade ? "kept" : "evicted") : percent((most * shade) / SHADES));
   const shades = single ? [SHADES] : [...Array(SHADES).keys()].map((index) => index + 1);
   $("legend").replaceChildren(
     el("li", { textContent: single ? "In this text:" : "Kept by up to this share of heads:" }),
     ...[0, ...shades].map((shade) => el("li", {}, el("span", { dataset: { shade }, textContent: name(shade) }))));
   $("surviving").textContent = `${count(found.surviving)} of ${count(found.tokens)} tokens `
-    + `(${percent(found.surviving / found.tokens)}) survive in at least one of these heads.`;
+    + `(${percent(found.surviving / found.tokens)}) survive in ${single ? "this head" : "at least one head"}.`;
 }
