@@ -44,7 +44,8 @@ def run(
     )  # fmt: skip
     server.Variant.parse(settings.default, model)
     loaded, tokenizer = open_model(model, dtype, device)
-    notes.print(f"Serving {settings.default} at http://{host}:{port}/v1", highlight=False)
+    address = f"http://{host}:{port}"
+    notes.print(f"Serving {settings.default} at {address}/v1\nThe page is at {address}/", highlight=False)
     server.serve(loaded, tokenizer, settings)
 
 

@@ -18,17 +18,18 @@ from starlette.exceptions import HTTPException
 from restorekv.errors import RestoreKVError
 from restorekv.serve import replies
 from restorekv.serve.engine import BusyError
+from restorekv.serve.page import PATHS, add_page
 from restorekv.serve.requests import ChatRequest
 from restorekv.serve.responses import add_responses
 from restorekv.serve.service import ApiError, Service
 from restorekv.serve.variants import Variant
 
 LOG = logging.getLogger("restorekv.serve")
-OPEN = ("/health", "/ready")  # asked without a key
+OPEN = ("/health", "/ready", *PATHS)  # asked without a key
 
 
 def make_app(service: Service, keys: list[str], ready: Callable[[], bool], lifespan: Callable | None = None) -> FastAPI:
-    """Returns the application; with `keys`, every path but health needs one of them."""
+    """Returns the application; with `keys`, every path but health and the page's files needs one of them."""
     app = FastAPI(title="restorekv", docs_url=None, redoc_url=None, lifespan=lifespan)
 
     @app.middleware("http")
@@ -53,6 +54,7 @@ def make_app(service: Service, keys: list[str], ready: Callable[[], bool], lifes
     add_routes(app, service, ready)
     add_files(app, service)
     add_responses(app, service)
+    add_page(app, service)
     return app
 
 

@@ -71,12 +71,13 @@ class Reply:
 
 @dataclass
 class Asked:
-    """A question whose documents are at hand."""
+    """A question whose documents are at hand; `first` is when its first token was written, 0 before that."""
 
     question: Question
     context: CompressedContext
     prompt: Tensor
     started: float
+    first: float = 0.0
 
 
 class Engine:
@@ -87,6 +88,7 @@ class Engine:
         self.held: OrderedDict[str, CompressedContext] = OrderedDict()
         self.questions: queue.Queue[Question | None] = queue.Queue(waiting)
         self.compressions: queue.Queue[tuple[tuple[str, str | Path], Variant, Future]] = queue.Queue()
+        self.phase = ("", "")  # the cache that is being made, and what is done for it now
         self.counts = {"questions": 0, "tokens": 0, "compressed": 0, "loaded": 0, "hits": 0}
         self.fingerprint = model_fingerprint(model)
         self.stops = generate.stop_ids(model, tokenizer)
@@ -202,6 +204,7 @@ class Engine:
             for row, token in generate.tokens(self.model, self.tokenizer, caches, prompts, limits, rows=rows):
                 written[row].append(token)
                 each, sample = owners[row]
+                each.first = each.first or time.perf_counter()
                 each.question.on_token(sample, token)
         except Exception as error:  # such as memory that ran out: nobody waits in vain
             for each in asked:
@@ -217,7 +220,8 @@ class Engine:
         answers = [answer_of(self.tokenizer, ids, self.stops, len(asked.prompt), row) for ids, row in written]
         self.counts["questions"] += 1
         self.counts["tokens"] += sum(len(ids) for ids, _ in written)
-        seconds = {"total": time.perf_counter() - asked.started, **manifest.seconds}
+        now = time.perf_counter()
+        seconds = {"first": (asked.first or now) - asked.started, "total": now - asked.started, **manifest.seconds}
         held = asked.context.context.positions, manifest.pairs_held, manifest.bytes_held
         question.done.set_result(Reply(answers, len(asked.prompt), *held, seconds))
 
@@ -230,7 +234,7 @@ class Engine:
         loaded = self.loaded(key)
         fresh = loaded is None
         if fresh:
-            loaded = self.made(text, variant)
+            loaded = self.made(text, variant, key)
             with self.store.writing(key, sha256) as path:
                 loaded.save(path)
         self.hold(key, loaded)
@@ -254,12 +258,19 @@ class Engine:
         self.counts["loaded"] += 1
         return context
 
-    def made(self, text: str | Path, variant: Variant) -> CompressedContext:
+    def made(self, text: str | Path, variant: Variant, key: str) -> CompressedContext:
         """Compresses a text, between whose phases waiting questions are answered; loads a cache file from a path."""
         if isinstance(text, Path):
             return CompressedContext.load(text, self.model, self.tokenizer)
-        phase = lambda _: self.answer_waiting()  # noqa: E731
-        made = compress(self.model, self.tokenizer, text, progress=phase, **variant.options)
+
+        def on_phase(name: str) -> None:
+            self.phase = key, name
+            self.answer_waiting()
+
+        try:
+            made = compress(self.model, self.tokenizer, text, progress=on_phase, **variant.options)
+        finally:
+            self.phase = "", ""
         self.counts["compressed"] += 1
         return made
 

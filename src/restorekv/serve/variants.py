@@ -1,4 +1,7 @@
-"""Model ids: the base name answers from the full cache, `name:method-ratio` from a compressed one."""
+"""Model ids: the base name answers from the full cache, `name:method-ratio` from a compressed one.
+
+`name:method-ratio-base` is the same without restore tokens: what the evictor alone keeps.
+"""
 
 from __future__ import annotations
 
@@ -11,32 +14,42 @@ from restorekv.compression.compressor import PRESETS
 from restorekv.errors import RestoreKVError
 from restorekv.evictors import EVICTORS
 
+ALONE = "-base"
+
 
 @dataclass(frozen=True)
 class Variant:
-    """How documents are held: `method` is a preset, an evictor's name, or "" for the full cache; `ratio` its r."""
+    """How documents are held: `method` is a preset, an evictor's name, or "" for the full cache; `ratio` its r.
+
+    `restores` says whether an adapter adds restore tokens where one ships for the model and method.
+    """
 
     base: str
     method: str = ""
     ratio: Fraction = Fraction(1)
+    restores: bool = True
 
     @classmethod
     def parse(cls, name: str, base: str) -> Self:
         """Reads a model id such as smollm2:fast-0.1; refuses what this server does not have."""
         given, colon, rest = name.partition(":")
-        method, dash, ratio = rest.rpartition("-")
+        method, dash, ratio = rest.removesuffix(ALONE).rpartition("-")
         if given != base or (colon and not (dash and (method in PRESETS or method in EVICTORS))):
             raise RestoreKVError(f"There is no model {name!r} here; use {base}, or for example {base}:fast-0.1.")
-        return cls(base, method, exact_ratio(ratio)) if colon else cls(base)
+        return cls(base, method, exact_ratio(ratio), not rest.endswith(ALONE)) if colon else cls(base)
 
     @property
     def name(self) -> str:
         """The model id."""
-        return f"{self.base}:{self.method}-{float(self.ratio):g}" if self.method else self.base
+        if not self.method:
+            return self.base
+        return f"{self.base}:{self.method}-{float(self.ratio):g}" + ALONE * (not self.restores)
 
     @property
     def options(self) -> dict[str, object]:
         """What `compress` is asked for."""
         if not self.method:
             return {"ratio": 1, "adapter": None}
-        return {"evictor": PRESETS.get(self.method, self.method), "ratio": self.ratio, "on_small_budget": "fewer"}
+        evictor = PRESETS.get(self.method, self.method)
+        adapter = "auto" if self.restores else None
+        return {"evictor": evictor, "ratio": self.ratio, "adapter": adapter, "on_small_budget": "fewer"}

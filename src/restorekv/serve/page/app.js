@@ -1,0 +1,91 @@
+// Connects the parts of the page: one document is open, compressed in one way.
+
+import { json, watched } from "./api.js";
+import * as ask from "./ask.js";
+import { $, el, tell } from "./dom.js";
+import * as documents from "./documents.js";
+import { fillHeads, kept, showSizes, showText } from "./survivors.js";
+
+const state = { variants: null, file: null, model: "", turns: [] };
+let turn = 0; // of what was asked for last: answers to earlier requests are dropped
+
+const chosen = () => `${state.variants.base}:${$("method").value}-${Number($("ratio").value)}`;
+
+const asItIs = (file) => file.filename.endsWith(".rkv"); // whatever the model id says
+
+function busy(phase) {
+  $("bar").hidden = !phase;
+  $("bar").value = ask.phaseNumber(phase);
+  $("phase").textContent = phase ? `${ask.phaseName(phase)} …` : "";
+}
+
+async function compress() {
+  const own = ++turn;
+  state.model = chosen();
+  ask.reset(state);
+  tell(null);
+  $("results").hidden = true;
+  busy("waiting");
+  try {
+    const found = await watched(state.file.id, state.model, kept(state.file, state.model), (phase) => {
+      if (own === turn) busy(phase);
+    });
+    if (own !== turn) return;
+    showSizes(found);
+    fillHeads(found);
+    showText(found);
+    $("results").hidden = false;
+    busy(null);
+    $("phase").textContent = asItIs(state.file) ? "This is a cache file, which is used as it is."
+      : `${state.file.filename} is compressed as ${state.model}.`;
+  } catch (error) {
+    if (own !== turn) return;
+    busy(null);
+    tell(error);
+  }
+  documents.refresh().catch(tell);
+}
+
+function open(file) {
+  state.file = file;
+  $("hint").hidden = file !== null;
+  $("variant").hidden = file === null || asItIs(file);
+  $("three").hidden = $("variant").hidden;
+  $("title").textContent = file?.filename ?? "No document is open";
+  documents.mark(file?.id ?? null).catch(tell);
+  if (file) {
+    compress();
+    $("document").focus({ preventScroll: innerWidth > 820 });
+  } else {
+    turn += 1;
+    ask.stopAll();
+    busy(null);
+    $("results").hidden = true;
+  }
+}
+
+async function shade() {
+  const own = turn;
+  const layer = $("layer").value, head = $("head").value;
+  const found = await kept(state.file, state.model, layer, head);
+  if (own === turn && layer === $("layer").value && head === $("head").value) showText(found);
+}
+
+async function start() {
+  documents.start(open);
+  ask.start(state);
+  $("variant").onsubmit = (event) => {
+    event.preventDefault();
+    compress();
+  };
+  for (const id of ["layer", "head"]) $(id).onchange = () => shade().catch(tell);
+  state.variants = await json("/v1/variants");
+  const { base, default: usual, methods } = state.variants;
+  $("model").textContent = `The model is ${base}.`;
+  $("method").replaceChildren(...methods.map((name) => el("option", { value: name, textContent: name })));
+  $("method").value = usual.method;
+  $("ratio").value = usual.ratio;
+  await documents.refresh();
+}
+
+start().catch(tell);

@@ -1,0 +1,118 @@
+// The same question to three caches, and conversations with one of them.
+
+import { answer } from "./api.js";
+import { $, count, el, size, tell } from "./dom.js";
+
+const LIMIT = 256; // tokens of an answer
+const PHASES = {
+  waiting: "Waiting for the model", prefill: "Reading the document", score: "Scoring its tokens",
+  restore: "Computing restore tokens", evict: "Evicting tokens", ready: "Ready",
+};
+
+export const phaseName = (phase) => PHASES[phase] ?? "";
+export const phaseNumber = (phase) => Math.max(Object.keys(PHASES).indexOf(phase), 0);
+
+let running = null;
+
+// Runs `work` as the only one; a stop button, or a later run, ends it.
+async function run(stop, work) {
+  stopAll();
+  const own = running = new AbortController();
+  $("compare-stop").hidden = $("chat-stop").hidden = true;
+  stop.hidden = false;
+  stop.onclick = () => own.abort();
+  try {
+    tell(null);
+    await work(own.signal);
+  } catch (error) {
+    tell(error);
+  } finally {
+    if (running === own) stop.hidden = true;
+  }
+}
+
+export const stopAll = () => running?.abort();
+
+const opening = (file, question) => ({
+  role: "user", content: [{ type: "file", file: { file_id: file.id } }, { type: "text", text: question }],
+});
+
+async function write(into, about, state, model, messages, signal) {
+  into.setAttribute("aria-busy", "true");
+  const onPhase = (phase) => { about.textContent = phase === "ready" ? "Answering …" : `${phaseName(phase)} …`; };
+  onPhase("waiting");
+  const onText = (text) => { into.textContent = text; };
+  try {
+    const limit = Math.min(LIMIT, state.variants.max_tokens);
+    const result = await answer(state.file.id, model, messages, limit, { onText, onPhase, signal });
+    if (!result.text) into.textContent = "(The answer is empty.)";
+    const { pairs, bytes, seconds } = result.held;
+    about.textContent = `first word ${seconds.first.toFixed(2)} s, all ${seconds.total.toFixed(2)} s; `
+      + `${count(pairs)} KV pairs, ${size(bytes)}`;
+    return result.text;
+  } catch (error) {
+    about.textContent = error.name === "AbortError" ? "Stopped." : "Failed.";
+    throw error;
+  } finally {
+    into.setAttribute("aria-busy", "false");
+  }
+}
+
+async function compare(state, question, signal) {
+  const models = [
+    ["Full cache", state.variants.base], ["Evictor alone", `${state.model}-base`], ["RestoreKV", state.model],
+  ];
+  const columns = models.map(([name, model]) => {
+    const into = el("p", { className: "answer", aria: { live: "polite", busy: "true" } });
+    const about = el("p", { className: "quiet", textContent: "Next …" });
+    const column = el("article", {}, el("h4", { textContent: name }), el("code", { textContent: model }), into, about);
+    return { model, into, about, column };
+  });
+  $("answers").replaceChildren(...columns.map(({ column }) => column));
+  for (const { model, into, about } of columns) {
+    await write(into, about, state, model, [opening(state.file, question)], signal);
+  }
+}
+
+async function talk(state, message, signal) {
+  const messages = [...state.turns, state.turns.length ? { role: "user", content: message } : opening(state.file, message)];
+  const into = el("p", { className: "answer" });
+  const about = el("p", { className: "quiet" });
+  const said = el("p", { className: "said" }, el("b", { textContent: "You: " }), message);
+  $("log").append(said, into, about);
+  about.scrollIntoView({ block: "nearest" });
+  try {
+    const text = await write(into, about, state, state.model, messages, signal);
+    state.turns = [...messages, { role: "assistant", content: text }];
+  } catch (error) {
+    if (!into.textContent) [said, into, about].forEach((each) => each.remove());
+    throw error;
+  }
+}
+
+export function reset(state) {
+  stopAll();
+  state.turns = [];
+  $("log").replaceChildren();
+  $("answers").replaceChildren();
+  $("chat-model").textContent = state.model;
+}
+
+export function start(state) {
+  $("compare").onsubmit = (event) => {
+    event.preventDefault();
+    run($("compare-stop"), (signal) => compare(state, $("question").value, signal));
+  };
+  $("chat").onsubmit = (event) => {
+    event.preventDefault();
+    const message = $("message").value;
+    event.target.reset();
+    run($("chat-stop"), (signal) => talk(state, message, signal));
+  };
+  $("chat-new").onclick = () => {
+    stopAll();
+    state.turns = [];
+    $("log").replaceChildren();
+    $("message").focus();
+  };
+}

@@ -1,0 +1,53 @@
+// What a compressed cache holds: its size before and after, and the text shaded by what survives.
+
+import { json, ofFile } from "./api.js";
+import { $, count, el, percent, size } from "./dom.js";
+
+const SHADES = 5;
+
+export const kept = (file, model, layer = "", head = "") => {
+  const query = new URLSearchParams({ model });
+  if (layer !== "") query.set("layer", layer);
+  if (head !== "") query.set("head", head);
+  return json(ofFile(file.id, `/kept?${query}`));
+};
+
+export function showSizes(found) {
+  const line = (name, { before, after }, write) => el("tr", {},
+    el("th", { scope: "row", textContent: name }),
+    ...[write(before), write(after), percent(after / before)].map((text) => el("td", { textContent: text })));
+  $("sizes").replaceChildren(line("KV pairs", found.pairs, count), line("Memory", found.bytes, size));
+  const seconds = Object.entries(found.seconds).map(([phase, value]) => `${phase} ${value.toFixed(2)} s`).join(", ");
+  const tokens = found.restore_tokens;
+  const added = tokens ? `with ${tokens} restore tokens in every head` : "without restore tokens";
+  $("same").textContent = tokens ? "" : "There are no restore tokens here, so the last two caches are the same.";
+  $("made").textContent = `${count(found.tokens)} tokens, ${found.layers} layers, ${found.heads} KV heads. `
+    + `The evictor is ${found.evictor.split(":")[0]}, ${added}. ${seconds && `Time: ${seconds}.`}`;
+}
+
+export function fillHeads(found) {
+  for (const [id, total] of [["layer", found.layers], ["head", found.heads]]) {
+    const one = [...Array(total).keys()].map((index) => el("option", { value: index, textContent: index }));
+    $(id).replaceChildren(el("option", { value: "", textContent: "all" }), ...one);
+  }
+}
+
+export function showText(found) {
+  const most = found.pieces.reduce((best, [, share]) => Math.max(best, share), 1e-9);
+  const spans = [];
+  for (const [text, share] of found.pieces) {
+    const shade = Math.ceil((SHADES * share) / most);
+    const last = spans.at(-1);
+    if (last?.shade === shade) last.text += text;
+    else spans.push({ shade, text });
+  }
+  $("text").replaceChildren(...spans.map(({ shade, text }) => el("span", { dataset: { shade }, textContent: text })));
+  const single = $("layer").value !== "" && $("head").value !== "";
+  const name = (shade) => (single ? (shade ? "kept" : "evicted") : percent((most * shade) / SHADES));
+  const shades = single ? [SHADES] : [...Array(SHADES).keys()].map((index) => index + 1);
+  $("legend").replaceChildren(
+    el("li", { textContent: single ? "In this text:" : "Kept by up to this share of heads:" }),
+    ...[0, ...shades].map((shade) => el("li", {}, el("span", { dataset: { shade }, textContent: name(shade) }))));
+  $("surviving").textContent = `${count(found.surviving)} of ${count(found.tokens)} tokens `
+    + `(${percent(found.surviving / found.tokens)}) survive in ${single ? "this head" : "at least one head"}.`;
+}
