@@ -276,3 +276,26 @@ def test_a_cache_file_goes_out_and_in(client, file, model, tiny_tokenizer, tmp_p
         states[name] = client.files.wait_for_processing(made.id, poll_interval=0.05)
     assert ask(client, about(states["doc.rkv"])).choices[0].message.content == loaded.ask(QUESTION, 12)
     assert states["bad.rkv"].status == "error" and states["bad.rkv"].status_details
+
+
+def test_pages_of_other_sites_cannot_ask(client, file):
+    for headers in ({"Origin": "http://evil.example"}, {"Host": "evil.example:8080"}):
+        with pytest.raises(openai.PermissionDeniedError, match="Another site"):
+            client.models.list(extra_headers=headers)
+    host = str(client.base_url).split("/")[2]
+    assert client.models.list(extra_headers={"Origin": f"http://{host}"}).data
+
+
+def test_a_client_who_leaves_takes_nobody_along(client, file):
+    """Requests that are cancelled while they wait end nothing but themselves."""
+
+    async def leave() -> None:
+        asking = client_of(str(client.base_url), kind=openai.AsyncOpenAI)
+        tasks = [asyncio.create_task(ask(asking, about(file, question=f"{n}?"), max_tokens=64)) for n in range(20)]
+        await asyncio.sleep(0.05)
+        for task in tasks[1:]:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(leave())
+    assert ask(client, about(file)).choices[0].finish_reason in ("stop", "length")

@@ -25,6 +25,7 @@ from restorekv.serve.service import ApiError, Service
 from restorekv.serve.variants import Variant
 
 LOG = logging.getLogger("restorekv.serve")
+LOOPBACK = ("127.0.0.1", "::1")
 OPEN = ("/health", "/ready", *PATHS)  # asked without a key
 
 
@@ -36,7 +37,9 @@ def make_app(service: Service, keys: list[str], ready: Callable[[], bool], lifes
     async def guard(request: Request, call_next: Callable) -> Response:
         """Checks the key, bounds the body, names the request and logs it without its text."""
         name, start = request.headers.get("x-request-id", "")[:64] or secrets.token_hex(8), time.perf_counter()
-        if request.url.path not in OPEN and keys and not allowed(request.headers.get("authorization", ""), keys):
+        if not at_home(request, keys):
+            response: Response = problem(403, "Another site's page asks; open this server's own address.")
+        elif request.url.path not in OPEN and keys and not allowed(request.headers.get("authorization", ""), keys):
             response: Response = problem(
                 401, "Give a key of this server: Authorization: Bearer KEY.", "invalid_api_key"
             )
@@ -160,6 +163,21 @@ def lifetime(form: object) -> int | None:
     if not str(given).isdigit() or not 3600 <= int(given) <= 2592000:
         raise ApiError(400, "expires_after[seconds] is a number from 3600 to 2592000.")
     return int(given)
+
+
+def at_home(request: Request, keys: list[str]) -> bool:
+    """Whether a request without a key comes from no page of another site, which could read the documents here.
+
+    Such a page sends its own Origin, or has made its name resolve to this machine, which the Host shows.
+    """
+    host, origin = request.headers.get("host", ""), request.headers.get("origin")
+    if keys:
+        return True
+    local = request.client is None or request.client.host in LOOPBACK
+    name = host.rsplit(":", 1)[0].strip("[]")
+    return (not local or name in (*LOOPBACK, "localhost", "testserver")) and (
+        origin is None or origin.split("://", 1)[-1] == host
+    )
 
 
 def allowed(header: str, keys: list[str]) -> bool:

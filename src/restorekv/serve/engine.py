@@ -148,6 +148,8 @@ class Engine:
 
     @staticmethod
     def settle(future: Future, act: Callable[[], object]) -> None:
+        if not future.set_running_or_notify_cancel():  # whoever asked has gone
+            return
         try:
             future.set_result(act())
         except Exception as error:  # it is the caller's, on another thread
@@ -165,6 +167,8 @@ class Engine:
                 break
         ready = []
         for question in filter(None, waiting):
+            if not question.done.set_running_or_notify_cancel():
+                continue
             try:
                 ready.append(self.prepared(question))
             except Exception as error:  # of this request alone
