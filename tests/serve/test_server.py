@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import threading
 import time
@@ -299,3 +300,14 @@ def test_a_client_who_leaves_takes_nobody_along(client, file):
 
     asyncio.run(leave())
     assert ask(client, about(file)).choices[0].finish_reason in ("stop", "length")
+
+
+def test_the_example_asks(client, model, tiny_tokenizer, tmp_path):
+    spec = importlib.util.spec_from_file_location(
+        "ask_server", Path(__file__).parents[2] / "examples" / "ask_server.py"
+    )
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    (tmp_path / "doc.txt").write_text(TEXT)
+    found = example.ask(str(client.base_url), tmp_path / "doc.txt", [QUESTION, "Who?"])
+    assert found == expected(model, tiny_tokenizer).ask([QUESTION, "Who?"], 64)

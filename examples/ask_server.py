@@ -1,0 +1,33 @@
+"""Ask a running `restorekv serve` about a text, with the official client.
+
+restorekv serve --model smollm2 &
+python examples/ask_server.py examples/story.txt "What was the name of the youngest son?"
+"""
+
+import sys
+from pathlib import Path
+
+import openai
+
+
+def ask(url: str, document: Path, questions: list[str]) -> list[str]:
+    """Uploads a document once and returns the answers to questions about it."""
+    client = openai.OpenAI(base_url=url, api_key="none")
+    model = client.models.list().data[-1].id  # the one that uploads are compressed for, such as smollm2:fast-0.1
+    with document.open("rb") as file:
+        upload = client.files.create(file=file, purpose="user_data")
+    upload = client.files.wait_for_processing(upload.id, poll_interval=0.5)
+    if upload.status == "error":
+        raise SystemExit(upload.status_details)
+    answers = []
+    for question in questions:
+        parts = [{"type": "file", "file": {"file_id": upload.id}}, {"type": "text", "text": question}]
+        messages = [{"role": "user", "content": parts}]
+        reply = client.chat.completions.create(model=model, messages=messages, temperature=0, max_tokens=64)
+        answers.append(reply.choices[0].message.content)
+    return answers
+
+
+if __name__ == "__main__":
+    for answer in ask("http://127.0.0.1:8080/v1", Path(sys.argv[1]), sys.argv[2:]):
+        print(answer)
