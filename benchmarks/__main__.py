@@ -15,6 +15,7 @@ COMMANDS = {
     "decode": ("benchmarks.cli.decode", "Measure decode steps over a compressed cache, and many answers."),
     "train": ("benchmarks.cli.train", "Measure time and memory of a training step, phase by phase."),
     "growing": ("benchmarks.cli.growing", "Compare appended and composed texts with texts compressed at once."),
+    "serving": ("benchmarks.cli.serving", "Compare our server with transformers serve."),
     "vllm": ("benchmarks.cli.vllm", "Measure whole and compressed documents in vLLM, in its environment."),
     "charts": ("benchmarks.cli.charts", "Draw a chart of every benchmark's stored result."),
 }

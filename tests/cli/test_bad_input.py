@@ -313,7 +313,7 @@ CASES: dict[str, tuple[Build, str]] = {
 }
 USAGE: dict[str, tuple[Build, str]] = {
     "unknown command": (lambda world, tmp: ["squeeze"], "No such command 'squeeze'"),
-    "a near miss of a command": (lambda world, tmp: ["compres"], r"\(did you mean 'compress'\?\)"),
+    "a near miss of a command": (lambda world, tmp: ["compres"], r"\(did you mean 'compress'.*\?\)"),
     "a near miss of a command of a group": (lambda world, tmp: ["data", "biuld"], r"\(did you mean 'build'\?\)"),
     "unknown flag": (flags("--rato", 0.1), r"--rato \(did you mean .*--ratio"),
     "no output named": (lambda world, tmp: ["compress", world.text], "output"),

@@ -60,7 +60,9 @@ def test_what_ships_says_what_it_is():
     for folder in folders:
         stored = adapter_file.read(folder)
         card = stored.card
-        assert (card.model, card.evictor.partition(":")[0], card.prefix_policy) == (SMOLLM2, folder.name, "free")
+        assert (card.model, card.prefix_policy) == (SMOLLM2, "free")
+        evictor, _, allocation = folder.name.partition(".")
+        assert (card.evictor.partition(":")[0], card.allocation) == (evictor, allocation or "global")
         assert card.license == "apache-2.0" and not card.local and card.weights["architecture"]["layers"] == 30
         assert {row["license"] for row in card.data} <= {"apache-2.0", "public-domain", "cc0-1.0"}
         assert all(tensor.dtype == torch.bfloat16 for tensor in stored.lora.values())

@@ -1,0 +1,161 @@
+"""`restorekv serve` beside `transformers serve`: the same model, document and questions, from several clients."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from urllib.request import urlopen
+
+import openai
+import torch
+
+from benchmarks.vllm import texts
+from benchmarks.workload import describe_machine
+from restorekv.compression.compressor import compress
+from restorekv.evaluation.tables import Table
+from restorekv.model.load import load_model
+from restorekv.model.prefill import prefill
+
+SLOWEST = 600  # seconds until a server answers
+
+
+@dataclass(frozen=True)
+class Options:
+    """See the command's flags."""
+
+    model: str
+    tokens: int
+    questions: int
+    clients: int
+    preset: str
+    ratio: str
+    answer: int
+    documents: int = 1
+
+
+def run(options: Options, tell: Callable[[str], None]) -> dict:
+    """Measures the library's own batch, our server, and transformers'."""
+    torch.set_num_threads(1)
+    model, tokenizer = load_model(options.model)
+    (text,) = texts(tokenizer, options)
+    questions = [f"What happens in part {number} of the story?" for number in range(options.questions)]
+    tell("the library's own batches")
+    start = time.perf_counter()
+    small = compress(model, tokenizer, text, preset=options.preset, ratio=options.ratio)
+    rows = {"compress": time.perf_counter() - start}
+    start = time.perf_counter()
+    prefill(model, small.context.ids)
+    rows["prefill"] = time.perf_counter() - start
+    start = time.perf_counter()
+    small.ask(questions, options.answer)
+    rows["library"] = time.perf_counter() - start
+    with tempfile.TemporaryDirectory(prefix="restorekv-serving-") as name:
+        folder = Path(name)
+        model.save_pretrained(folder / "model")
+        tokenizer.save_pretrained(folder / "model")
+        del model, small
+        rows |= ours(options, folder, text, questions, tell)
+        tell("transformers serve")
+        with serving(["transformers.cli.transformers", "serve", str(folder / "model")]) as client:
+            rows["transformers"] = together(options, questions, lambda each: whole(client, options, folder, text, each))
+    return {"options": asdict(options), "machine": describe_machine(1), "seconds": rows}
+
+
+def ours(
+    options: Options, folder: Path, text: str, questions: list[str], tell: Callable[[str], None]
+) -> dict[str, float]:
+    """Returns seconds of uploading, of all answers, and of the first token after a restart."""
+    name = str(folder / "model")
+    variant = f"{name}:{options.preset}-{options.ratio}"
+    command = ["restorekv", "serve", "--model", name, "--preset", options.preset, "--ratio", options.ratio]
+    command += ["--store", str(folder / "store")]
+    tell("restorekv serve")
+    with serving(command) as client:
+        start = time.perf_counter()
+        upload = client.files.create(file=("doc.txt", text.encode()), purpose="user_data")
+        client.files.wait_for_processing(upload.id, poll_interval=0.1)
+        rows = {"upload": time.perf_counter() - start}
+        rows["restorekv"] = together(options, questions, lambda each: asked(client, options, variant, upload.id, each))
+    tell("restorekv serve, after a restart")
+    with serving(command) as client:
+        start = time.perf_counter()
+        next(iter(asked(client, options, variant, upload.id, questions[0], stream=True)))
+        rows["first token after a restart"] = time.perf_counter() - start
+    return rows
+
+
+def asked(client: openai.OpenAI, options: Options, model: str, name: str, question: str, **more: object) -> object:
+    """Asks our server about an upload."""
+    parts = [{"type": "file", "file": {"file_id": name}}, {"type": "text", "text": question}]
+    return client.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": parts}], temperature=0, max_tokens=options.answer, **more
+    )
+
+
+def whole(client: openai.OpenAI, options: Options, folder: Path, text: str, question: str) -> object:
+    """Asks transformers' server, with the document in the message."""
+    messages = [{"role": "user", "content": f"{text}\n\n{question}"}]
+    return client.chat.completions.create(
+        model=str(folder / "model"), messages=messages, temperature=0, max_tokens=options.answer
+    )
+
+
+def together(options: Options, questions: list[str], ask: Callable[[str], object]) -> float:
+    """Returns the seconds of all questions, asked by so many clients."""
+    ask(questions[0])  # what a server does once
+    start = time.perf_counter()
+    with ThreadPoolExecutor(options.clients) as pool:
+        list(pool.map(ask, questions))
+    return time.perf_counter() - start
+
+
+@contextmanager
+def serving(command: list[str]) -> Iterator[openai.OpenAI]:
+    """Runs a server as a process, and gives the block a client."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command, "--port", str(port)], env=environment, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    client = openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=0, timeout=3600)
+    try:
+        start = time.monotonic()
+        while time.monotonic() - start < SLOWEST:
+            try:
+                urlopen(f"http://localhost:{port}/health", timeout=10).close()
+                break
+            except OSError:
+                time.sleep(0.2)
+        yield client
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def tables(result: dict) -> Iterator[Table | str]:
+    """Yields the answers a minute of each side, and what the rest took."""
+    options, seconds = result["options"], result["seconds"]
+    rates = {name: 60 * options["questions"] / seconds[name] for name in ("library", "restorekv", "transformers")}
+    lines = [[name, f"{rate:.1f}", f"{rate / rates['transformers']:.1f}"] for name, rate in rates.items()]
+    yield Table("serving", "Answers a minute", ["side", "answers", "times transformers serve"], lines)
+    yield f"Through HTTP, {rates['restorekv'] / rates['library']:.2f} of the library's own batches."
+    yield (
+        f"Prefill {seconds['prefill']:.2f} s, compress {seconds['compress']:.2f} s; first token after a restart "
+        f"{seconds['first token after a restart']:.2f} s."
+    )
+    yield (
+        f"{options['model']}, {options['tokens']:,} tokens, {options['questions']} questions of {options['clients']} "
+        f"clients, answers of {options['answer']} tokens at most, {result['machine']['processor']}."
+    )
