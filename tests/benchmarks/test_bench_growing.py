@@ -1,0 +1,65 @@
+"""The benchmark of growing texts: what it measures adds up, and the page says what was stored."""
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks import growing, serving
+from benchmarks.growing import ALONE, ONCE, Options
+from tests.helpers.pages import ROOT
+
+PAGE = (ROOT / "docs" / "conversations.md").read_text()
+
+
+def test_a_small_run_adds_up():
+    result = growing.run(Options("tiny", "bundled:count=2", "kvzip", "0.2", (2,), ("last",)), lambda _: None)
+    rows = result["rows"]
+    assert set(rows) == {ONCE, ALONE, "2 parts, last"} and rows[ONCE]["kl_times"] == rows[ONCE]["seconds_times"] == 1
+    assert len({row["pairs"] for row in rows.values()}) == 1
+    assert all(0 <= row["kl_low"] <= row["kl"] <= row["kl_high"] for row in rows.values())
+    assert len(list(growing.tables(result))) == 2
+
+
+def test_composed_texts_are_asked_together():
+    result = growing.run(Options("tiny", "bundled:count=2", "kvzip", "0.2", (), (), 2), lambda _: None)
+    assert result["texts"] == 1 and "composed" in result["rows"]
+
+
+def test_divergence_is_weighed_by_tokens():
+    lines = [
+        {"sum": 1.0, "tokens": 10, "seconds": 1.0, "pairs": 5},
+        {"sum": 9.0, "tokens": 10, "seconds": 1.0, "pairs": 5},
+    ]
+    twice = [{**line, "sum": 2 * line["sum"], "seconds": 3.0} for line in lines]
+    figures = growing.summary(twice, lines)
+    assert figures["kl"] == pytest.approx(1.0) and figures["kl_times"] == 2 and figures["seconds_times"] == 3
+    assert np.isfinite(figures["kl_low"])
+
+
+def test_the_page_says_what_was_stored():
+    stored = json.loads((ROOT / "docs" / "results" / "growing.json").read_text())
+    rows = stored["appended"]["rows"]
+    for restore in ("last", "every", "none"):
+        base = rows[ALONE if restore == "none" else ONCE]["kl"]
+        cells = [base, *(rows[f"{parts} parts, {restore}"]["kl"] for parts in (2, 4, 8, 16))]
+        assert f'| `"{restore}"` | ' + " | ".join(f"{kl:.3f}" for kl in cells) + " |" in PAGE
+    ten, composed = stored["ten parts"]["rows"], stored["composed"]["rows"]
+    told = [ten["10 parts, last"]["kl"], ten[ONCE]["kl"], ten[ALONE]["kl"], composed["composed"]["kl"],
+            composed[ONCE]["kl"], composed["composed, no adapter"]["kl"], composed[ALONE]["kl"]]  # fmt: skip
+    assert all(f"{kl:.3f}" in PAGE for kl in told)
+    assert f"{ten['10 parts, last']['seconds_times']:.2f} of the time" in PAGE
+    turns = stored["appended"]["turns"]
+    assert f"{turns['small, turn 2']:.2f} s" in PAGE and f"{turns['whole, first turn']:.1f} s" in PAGE
+    choice = stored["choice"]["rows"]
+    assert all(choice[f"{parts} parts, last"]["kl"] == min(row["kl"] for name, row in choice.items()
+               if name.startswith(f"{parts} parts")) for parts in (2, 4, 8))  # fmt: skip
+
+
+def test_the_servers_table_compares_rates():
+    seconds = {"library": 10.0, "restorekv": 12.0, "transformers": 120.0, "prefill": 5.0, "compress": 6.0,
+               "first token after a restart": 0.2}  # fmt: skip
+    options = {"model": "m", "tokens": 10, "questions": 4, "clients": 2, "answer": 3}
+    result = {"options": options, "seconds": seconds, "machine": {"processor": "p"}}
+    table, http, *_ = serving.tables(result)
+    assert list(table.rows[1].cells)[1:] == ["20.0", "10.0"] and "0.83 of the library" in http
