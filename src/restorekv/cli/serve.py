@@ -1,6 +1,7 @@
 """`restorekv serve`: OpenAI's API over documents that stay compressed."""
 
 import re
+import socket
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +11,7 @@ import typer
 from restorekv.cli import options
 from restorekv.cli.session import notes, open_model
 from restorekv.errors import RestoreKVError
-from restorekv.files import read_bytes
+from restorekv.files import alone, read_bytes
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -43,10 +44,23 @@ def run(
         limits=server.Limits(tokens=max_tokens), **sizes,
     )  # fmt: skip
     server.Variant.parse(settings.default, model)
-    loaded, tokenizer = open_model(model, dtype, device)
+    check_free(host, port)
     address = f"http://{host}:{port}"
-    notes.print(f"Serving {settings.default} at {address}/v1\nThe page is at {address}/", highlight=False)
-    server.serve(loaded, tokenizer, settings)
+    with alone(settings.store):
+        loaded, tokenizer = open_model(model, dtype, device)
+        notes.print(f"Serving {settings.default} at {address}/v1\nThe page is at {address}/", highlight=False)
+        server.serve(loaded, tokenizer, settings)
+
+
+def check_free(host: str, port: int) -> None:
+    """Refuses, before a model is loaded, an address where nothing can listen."""
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind(place)
+    except OSError as error:
+        raise RestoreKVError(f"Cannot listen at {host}:{port} ({error.strerror}); choose another --port.") from None
 
 
 def size_of(name: str, text: str) -> int:
