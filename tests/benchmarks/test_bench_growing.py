@@ -63,3 +63,16 @@ def test_the_servers_table_compares_rates():
     result = {"options": options, "seconds": seconds, "machine": {"processor": "p"}}
     table, http, *_ = serving.tables(result)
     assert list(table.rows[1].cells)[1:] == ["20.0", "10.0"] and "0.83 of the library" in http
+
+
+def test_the_page_on_serving_says_what_was_stored():
+    page, stored = (
+        (ROOT / "docs" / "serving.md").read_text(),
+        json.loads((ROOT / "docs/results/serving.json").read_text()),
+    )
+    seconds, questions = stored["seconds"], stored["options"]["questions"]
+    rates = {name: f"| {60 * questions / seconds[name]:.0f} |" for name in ("library", "restorekv", "transformers")}
+    lines = [line for line in page.splitlines() if line.startswith("| ") and line.endswith(tuple(rates.values()))]
+    assert len(lines) == 3
+    told = f"takes {seconds['prefill']:.1f} s, compressing it {seconds['compress']:.1f} s"
+    assert told in page and f"{seconds['first token after a restart']:.2f} s after" in page
