@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gzip
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.resources import files
 from itertools import pairwise
 
 import numpy as np
@@ -16,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from benchmarks.workload import describe_machine
+from benchmarks.workload import describe_machine, novel
 from restorekv import tasks
 from restorekv.compression.chat import Chat
 from restorekv.compression.compressor import compress
@@ -140,9 +138,7 @@ def ways(
 
 def conversation(model: PreTrainedModel, tokenizer: Tokenizer, options: Options) -> dict[str, float]:
     """Returns seconds to the first token: over a whole document of `turns` tokens, then in turns over a small one."""
-    novel = next((files("restorekv") / "tasks" / "texts" / "novels").iterdir())
-    text = gzip.decompress(novel.read_bytes()).decode()
-    ids = tokenizer.encode(text, add_special_tokens=False)[20_000 : 20_000 + options.turns]
+    ids = tokenizer.encode(novel(), add_special_tokens=False)[20_000 : 20_000 + options.turns]
     questions = ["Who is speaking?", "Where are they?", "What happens in the end?"]
 
     def first(chat: Chat, question: str) -> float:

@@ -1,15 +1,18 @@
 """Our side of the benchmark, one measurement per process: python -m benchmarks.ours JOB."""
 
 import sys
+from collections.abc import Iterator
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from benchmarks.measure import Peak, serve
 from benchmarks.timing import TokenTimer, timed
 from restorekv import __version__
+from restorekv.cache.multi_context import forked
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression import generate
 from restorekv.compression.compressor import compress
@@ -63,10 +66,16 @@ def whole(model: PreTrainedModel, tokenizer: Tokenizer, context: Context) -> Rag
 
 def decode(model: PreTrainedModel, cache: RaggedCache, job: dict) -> dict[str, float]:
     """A question and a fixed number of tokens, whatever they are."""
-    prompts, clock = [torch.tensor(job["question_ids"])], TokenTimer()
-    for _ in generate.decode(model, cache.fork(), generate.padded(model, [cache], prompts), [job["decode"]], set()):
+    clock = TokenTimer()
+    for _ in tokens(model, [cache], [torch.tensor(job["question_ids"])], job["decode"]):
         clock()
     return clock.figures()
+
+
+def tokens(model: PreTrainedModel, caches: list[RaggedCache], prompts: list[Tensor], count: int) -> Iterator[object]:
+    """So many tokens of every answer, which no EOS ends."""
+    batch = generate.padded(model, caches, prompts)
+    return generate.decode(model, forked(caches), batch, [count] * len(prompts), set())
 
 
 def answer(model: PreTrainedModel, cache: RaggedCache, job: dict) -> dict[str, float]:
@@ -74,7 +83,8 @@ def answer(model: PreTrainedModel, cache: RaggedCache, job: dict) -> dict[str, f
     prompts, seconds = [torch.tensor(ids) for ids in job["questions"]], {}
     for name, count in (("warm-up", 2), ("seconds", job["answer"])):
         with timed(seconds, name):
-            generate.greedy(model, [cache] * len(prompts), prompts, [count] * len(prompts), set())
+            for _ in tokens(model, [cache] * len(prompts), prompts, count):
+                pass
     return seconds
 
 

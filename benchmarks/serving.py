@@ -18,8 +18,7 @@ from urllib.request import urlopen
 import openai
 import torch
 
-from benchmarks.vllm import texts
-from benchmarks.workload import describe_machine
+from benchmarks.workload import describe_machine, texts
 from restorekv.compression.compressor import compress
 from restorekv.evaluation.tables import Table
 from restorekv.model.load import load_model
@@ -39,14 +38,13 @@ class Options:
     preset: str
     ratio: str
     answer: int
-    documents: int = 1
 
 
 def run(options: Options, tell: Callable[[str], None]) -> dict:
     """Measures the library's own batches, our server, and transformers'."""
     torch.set_num_threads(1)
     model, tokenizer = load_model(options.model)
-    (text,) = texts(tokenizer, options)
+    (text,) = texts(tokenizer, options.tokens)
     questions = [f"What happens in part {number} of the story?" for number in range(options.questions)]
     tell("the library's own batches")
     start = time.perf_counter()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from importlib.resources import files
 from pathlib import Path
 from statistics import median
 
@@ -17,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from benchmarks.workload import SHAPE, describe_machine, save_model, save_tokenizer
+from benchmarks.workload import SHAPE, describe_machine, save_model, save_tokenizer, texts
 from restorekv.compression.compressor import compress
 from restorekv.evaluation.tables import Table
 from restorekv.model.load import load_model
@@ -49,7 +47,7 @@ def run(options: Options, tell: Callable[[str], None]) -> dict:
         folder = Path(name)
         facts = save(folder / "model", options.model)
         model, tokenizer = load_model(str(folder / "model"))
-        documents = texts(tokenizer, options)
+        documents = texts(tokenizer, options.tokens, options.documents)
         rows = []
         for side, (prompts, transfer, columns) in sides(model, tokenizer, documents, folder, options, tell):
             tell(f"asking vLLM, {side}")
@@ -91,14 +89,6 @@ def sides(
             prompts.append([portable.inputs(tokenizer, each)["input_ids"][0].tolist() for each in QUESTIONS])
             columns = portable.tokens
         yield f"r = {ratio}", (prompts, transfer_config(store), columns)
-
-
-def texts(tokenizer: Tokenizer, options: Options) -> list[str]:
-    """Documents of one length, from a novel that ships."""
-    novel = next((files("restorekv") / "tasks" / "texts" / "novels").iterdir())
-    ids = tokenizer.encode(gzip.decompress(novel.read_bytes()).decode())
-    parts = [ids[at : at + options.tokens] for at in range(0, options.documents * options.tokens, options.tokens)]
-    return [tokenizer.decode(part) for part in parts]
 
 
 def ask(folder: Path, options: Options, prompts: list, transfer: dict | None, dtype: torch.dtype) -> dict:

@@ -4,13 +4,17 @@ Nothing is downloaded: time and memory depend on shapes, not on what the weights
 """
 
 import contextlib
+import gzip
 import platform
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.measure import processor
@@ -47,7 +51,7 @@ def save_model(folder: Path, shape: dict[str, object], seed: int) -> int:
 def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """Saves and returns a tokenizer with one token per byte and a chat template."""
     alphabet = SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({symbol: number for number, symbol in enumerate(alphabet)}, []))
+    tokenizer = Backend(models.BPE({symbol: number for number, symbol in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(SPECIAL)
@@ -67,3 +71,15 @@ def describe_machine(threads: int) -> dict:
         "date": datetime.now(UTC).date().isoformat(), "versions": versions, "processor": processor(),
         "threads": threads, "system": platform.platform(), **gpu,
     }  # fmt: skip
+
+
+def novel() -> str:
+    """The text of a novel that ships."""
+    path = next((files("restorekv") / "tasks" / "texts" / "novels").iterdir())
+    return gzip.decompress(path.read_bytes()).decode()
+
+
+def texts(tokenizer: Tokenizer, tokens: int, count: int = 1) -> list[str]:
+    """So many documents of one length, one behind the other in a novel."""
+    ids = tokenizer.encode(novel())
+    return [tokenizer.decode(ids[start : start + tokens]) for start in range(0, count * tokens, tokens)]

@@ -48,7 +48,7 @@ def test_random_weights_give_the_prompts_of_every_side(monkeypatch, tmp_path):
     assert facts["model"]["num_hidden_layers"] == 2 and facts["model"]["parameters"] > 0
     model, tokenizer = load_model(str(tmp_path / "model"))
     options = Options(vllm.RANDOM, 64, 2, 1, ("0.5",), (1,), 4)
-    documents = vllm.texts(tokenizer, options)
+    documents = vllm.texts(tokenizer, options.tokens, options.documents)
     whole, compressed = (
         side for _, side in vllm.sides(model, tokenizer, documents, tmp_path, options, lambda words: None)
     )
