@@ -13,7 +13,7 @@ from restorekv.compression import generate
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.model.prompt import question_ids
 from restorekv.restore.adapter import RestoreAdapter
-from tests.helpers.models import build_model
+from tests.helpers.models import build_model, greedy
 
 TEXTS = [
     "The code of the red house is seven. The blue house has a green door. " * 4,
@@ -70,7 +70,7 @@ def test_a_pass_sees_every_row_that_still_runs_and_no_other(made, tiny_tokenizer
     sizes = []
     hook = model.register_forward_pre_hook(lambda _, __, given: sizes.append(len(given["input_ids"])), with_kwargs=True)
     with hook:
-        generate.greedy(model, [each.cache for each in made], prompts, [4, 2, 1], set())
+        greedy(model, [each.cache for each in made], prompts, [4, 2, 1], set())
     assert sizes == [3, 2, 1, 1]
 
 

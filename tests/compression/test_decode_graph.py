@@ -9,11 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.compression.answers import ask, ask_each
 from restorekv.compression.decode_graph import Steps
-from restorekv.compression.generate import greedy
 from restorekv.model import attention
 from restorekv.model.prompt import make_context, question_ids
 from tests.compression.test_generate import QUESTIONS, TEXT, make_cache
-from tests.helpers.models import build_model
+from tests.helpers.models import build_model, greedy
 
 
 @pytest.fixture

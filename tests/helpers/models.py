@@ -11,6 +11,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from restorekv.cache.multi_context import forked
+from restorekv.compression import generate
 from restorekv.model import attention
 
 VOCABULARY = 320
@@ -68,3 +70,12 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         padding_side="left",
         chat_template=TEMPLATE,
     )
+
+
+def greedy(model, caches, prompts, limits, stops, graph=False) -> list[list[int]]:
+    """The likeliest ids of each row, a cache and a prompt of ids (q,), with the EOS that ended it."""
+    answers = [[] for _ in prompts]
+    batch = generate.padded(model, caches, prompts)
+    for row, token in generate.decode(model, forked(caches), batch, limits, stops, graph=graph):
+        answers[row].append(token)
+    return answers

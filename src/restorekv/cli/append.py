@@ -31,9 +31,8 @@ def run(
     one_of("--restore", restore, RESTORE)
     check_target(out)
     key, added = read_key(sign_key), read_text(text)
-    (document,) = open_documents([file], model, dtype, device, sign_key)
+    (document,) = open_documents([file], model, dtype, device, key)
     with notes.status("appending"):
         grown = document.append(added, restore=restore, adapter=None if adapter == "none" else adapter)
         grown.save(out, key)
-    seconds = sum(grown.manifest.seconds.values())
-    output.print(figures_table(f"Wrote {escape(str(out))}", summary(grown, out, seconds)))
+    output.print(figures_table(f"Wrote {escape(str(out))}", summary(grown, out)))

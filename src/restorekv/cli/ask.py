@@ -13,6 +13,7 @@ from restorekv.cli.session import open_documents, output, phase
 from restorekv.compression.several import ask_many
 from restorekv.errors import RestoreKVError
 from restorekv.files import check_target, write_json
+from restorekv.seal import read_key
 
 
 @options.options_of(options.Sampling)
@@ -38,7 +39,7 @@ def run(
     if json:
         check_target(json)
     decoding = options.Sampling(**sampling).decoding()
-    compressed = open_documents(files, model, dtype, device, sign_key)
+    compressed = open_documents(files, model, dtype, device, read_key(sign_key))
     start = time.perf_counter()
     rows = [{"file": str(each), "question": question} for each in files for question in questions]
     if len(rows) == 1 and json is None:

@@ -17,6 +17,7 @@ from restorekv.compression.chat import Chat
 from restorekv.compression.context import size
 from restorekv.errors import RestoreKVError
 from restorekv.files import check_target
+from restorekv.seal import read_key
 
 HELP = {
     "/undo [N]": "take the latest question and its answer back, or the latest N",
@@ -45,7 +46,7 @@ def run(
     decoding = options.Sampling(**sampling).decoding()
     if resume and system:
         raise RestoreKVError("A conversation goes on with its own --system; leave it out.")
-    (document,) = open_documents([file], model, dtype, device, sign_key)
+    (document,) = open_documents([file], model, dtype, device, read_key(sign_key))
     chat = Chat.load(resume, document) if resume else document.chat(system)
     talk(chat, max_new_tokens, decoding)
 

@@ -23,6 +23,7 @@ def run(
     sign_key: options.SignKey = None,
 ) -> None:
     check_target(out)
-    whole = compose(open_documents(files, model, dtype, device, sign_key))
-    whole.save(out, read_key(sign_key))
-    output.print(figures_table(f"Wrote {escape(str(out))}", summary(whole, out, 0.0)))
+    key = read_key(sign_key)
+    whole = compose(open_documents(files, model, dtype, device, key))
+    whole.save(out, key)
+    output.print(figures_table(f"Wrote {escape(str(out))}", summary(whole, out)))

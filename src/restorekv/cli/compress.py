@@ -85,9 +85,10 @@ def checked(
     return chosen_evictor(evictor, preset)
 
 
-def summary(compressed: CompressedContext, out: Path, seconds: float) -> dict[str, str]:
-    """Returns what a person wants to know about a cache that was just made."""
+def summary(compressed: CompressedContext, out: Path, seconds: float | None = None) -> dict[str, str]:
+    """Returns what a person wants to know about a new cache; without `seconds`, its phases tell them."""
     m = compressed.manifest
+    seconds = sum(m.seconds.values()) if seconds is None else seconds
     full = (m.prefix + m.tokens) * m.shape["layers"] * m.shape["heads"]
     return {
         "context": f"T = {m.tokens:,} tokens, chat prefix S = {m.prefix:,} ({m.prefix_policy})"

@@ -17,9 +17,7 @@ from restorekv.seal import read_key
 def run(
     file: Annotated[Path, typer.Argument(help="A cache file made by compress with --allocation per-head.")],
     out: Annotated[Path, typer.Option("--output", "-o", help="The portable file to write.")],
-    model: Annotated[
-        str | None, typer.Option(help=f"The model, unless it is the one that the file names: {options.MODEL_HELP}")
-    ] = None,
+    model: options.OtherModel = None,
     sign_key: options.SignKey = None,
 ) -> None:
     check_target(out)

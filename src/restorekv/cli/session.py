@@ -18,7 +18,7 @@ from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import RestoreKVError
 from restorekv.files import TEXT_LIMIT, read_bytes
 from restorekv.model.load import check_dtype, load_model
-from restorekv.seal import read_key
+from restorekv.model.tokenize import decoded
 
 output, notes = Console(), Console(stderr=True)
 
@@ -32,12 +32,7 @@ def read_text(name: str) -> str:
     else:
         payload = read_bytes(Path(name), f"The file {name}", TEXT_LIMIT)
     source = "The input" if name == "-" else f"The file {name}"
-    try:
-        text = payload.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise RestoreKVError(f"{source} is not UTF-8 text (byte {error.start}); convert it first.") from None
-    if "\0" in text:
-        raise RestoreKVError(f"{source} is binary; give a text.")
+    text = decoded(payload, source)
     if not text.strip():
         raise RestoreKVError(f"{source} is empty; give a text with at least one word.")
     return text
@@ -60,10 +55,9 @@ def open_model(
 
 
 def open_documents(
-    files: Sequence[Path], model: str | None, dtype: str, device: str, sign_key: Path | None
+    files: Sequence[Path], model: str | None, dtype: str, device: str, key: bytes | None
 ) -> list[CompressedContext]:
     """Reads cache files of one model, which wrong files are refused before, and loads them."""
-    key = read_key(sign_key)
     stored = [read(each, key) for each in files]
     first = stored[0].manifest
     loaded, tokenizer = open_model(model or first.model, dtype, device, yarn_of(first.rope))

@@ -64,10 +64,8 @@ def ask_each(
     prompts = [question_ids(tokenizer, context, question, answer_prefix)[0] for context, _, question in asked]
     repeated = [number for number in range(len(asked)) for _ in range(samples)]
     read = (torch.cat([asked[number][0].ids[0], prompts[number]])[None] for number in repeated)
-    stops, seeds = (
-        generate.stop_ids(model, tokenizer),
-        [decoding.seed + place % samples for place in range(len(repeated))],
-    )
+    stops = generate.stop_ids(model, tokenizer)
+    seeds = [decoding.seed + place % samples for place in range(len(repeated))]
     rows = rows_of(decoding, tokenizer, read, seeds, stops)
     caches, own = [asked[number][1] for number in repeated], [limits[number] for number in repeated]
     ids = generate.answer_ids(model, tokenizer, caches, [prompts[n] for n in repeated], own, graph=graph, rows=rows)

@@ -26,7 +26,7 @@ from restorekv.compression import generate
 from restorekv.compression.answers import Answer, answer_of, pieces
 from restorekv.compression.constraint import Constraint
 from restorekv.compression.context_file import digest
-from restorekv.compression.sampling import Decoding, DecodingOptions, found, rows_of
+from restorekv.compression.sampling import Decoding, DecodingOptions, Row, found
 from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.files import has_type, read_json, write_json
 from restorekv.model.prefill import prefill
@@ -79,8 +79,8 @@ class Chat:
         (limit,) = generate.limits_of([max_new_tokens], 1)
         self.question_ids(question)  # refuses a wrong one now, not when the first piece is wanted
         stops = generate.stop_ids(document.model, document.tokenizer)
-        Constraint.make(document.tokenizer, decoding.json_schema, decoding.regex, stops)
-        answer = self.answered(question, limit, decoding, stops)
+        constraint = Constraint.make(document.tokenizer, decoding.json_schema, decoding.regex, stops)
+        answer = self.answered(question, limit, decoding, stops, constraint)
         if stream:
             return answer
         for _ in answer:
@@ -102,23 +102,27 @@ class Chat:
         finally:
             self.running.release()
 
-    def answered(self, question: str, limit: int, decoding: Decoding, stops: set[int]) -> Iterator[str]:
+    def answered(
+        self, question: str, limit: int, decoding: Decoding, stops: set[int], constraint: Constraint | None
+    ) -> Iterator[str]:
         """Yields the pieces of an answer and adds the turn at the end."""
         with self.alone():
             columns = self.columns
             try:
-                yield from self.written(question, limit, decoding, stops)
+                yield from self.written(question, limit, decoding, stops, constraint)
             except BaseException:
                 self.cut_to(columns)
                 raise
 
-    def written(self, question: str, limit: int, decoding: Decoding, stops: set[int]) -> Iterator[str]:
+    def written(
+        self, question: str, limit: int, decoding: Decoding, stops: set[int], constraint: Constraint | None
+    ) -> Iterator[str]:
         """Does so without putting anything back."""
         document, ids, written = self.document, self.question_ids(question), []
         start, times = time.perf_counter(), []
         tell_beyond(document.model, self.cache.get_seq_length() + len(ids) + limit, "The conversation")
-        said = torch.tensor([*document.context.ids[0].tolist(), *self.ids(), *ids])[None]
-        rows = rows_of(decoding, document.tokenizer, [said], [decoding.seed], stops)
+        said = torch.cat([document.context.ids, torch.tensor([[*self.ids(), *ids]])], -1)
+        rows = None if decoding.plain else [Row(decoding, document.tokenizer, said, decoding.seed, constraint)]
         batch = generate.padded(document.model, [self.cache], [torch.tensor(ids)])
         steps = generate.decode(document.model, self.cache, batch, [limit], stops, rows=rows)
 

@@ -24,6 +24,7 @@ from restorekv.cache import quantized
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.budget import Budget, OnSmallBudget, PrefixPolicy, exact_ratio, from_file
 from restorekv.compression.context import CompressedContext
+from restorekv.compression.context_checks import sums
 from restorekv.compression.context_file import Manifest
 from restorekv.compression.eviction import load_adapter, make_compressor
 from restorekv.compression.prepared import (
@@ -40,6 +41,7 @@ from restorekv.model.load import model_fingerprint, model_name, rope_fingerprint
 from restorekv.model.offload import trim_heap
 from restorekv.model.prompt import Context, default_between, fit, make_context, template_hash
 from restorekv.model.shape import CacheShape
+from restorekv.model.tokenize import decoded
 from restorekv.restore.adapter import RestoreAdapter
 
 DEFAULT = "kvzip"
@@ -116,10 +118,8 @@ def kept_ratio(
 def said(context: object, system: str) -> tuple[str | Sequence[int] | Tensor, str]:
     """Returns the text or token ids of any form of context that `compress` takes, and the system message."""
     if isinstance(context, Path):
-        try:
-            return read_bytes(context, f"The file {context}", TEXT_LIMIT).decode("utf-8-sig"), system
-        except UnicodeDecodeError as error:
-            raise RestoreKVError(f"The file {context} is not UTF-8 text (byte {error.start}); convert it.") from None
+        what = f"The file {context}"
+        return decoded(read_bytes(context, what, TEXT_LIMIT), what), system
     if not isinstance(context, list | tuple) or not context or not isinstance(context[0], Mapping):
         return context, system
     roles = [each.get("role") if isinstance(each, Mapping) else None for each in context]
@@ -165,15 +165,13 @@ def describe(
     shape, adapter = CacheShape.of(model), compressor.adapter
     libraries = {"torch": torch, "transformers": transformers, "peft": peft}
     versions = {name: library.__version__ for name, library in libraries.items()}
-    pair_bytes = 2 * shape.head_dim * cache.layers[0].dtype.itemsize
     return Manifest(
         model=model_name(model), fingerprint=model_fingerprint(model), rope=rope_fingerprint(model.config),
         template=template_hash(tokenizer), dtype=str(model.dtype).removeprefix("torch."), shape=vars(shape),
         prefix=context.prefix, tokens=context.tokens, restore_tokens=budget.restore_tokens, ratio=str(budget.ratio),
         **from_file(conventions.described()), evictor=compressor.identity(model),
-        adapter=adapter and adapter.identity(), pairs=conventions.counted_pairs(cache, context),
-        pairs_of_prefix=cache.pairs_of_prefix(context.prefix), pairs_held=cache.pairs,
-        bytes_full=shape.layers * shape.heads * context.positions * pair_bytes, bytes_held=cache.nbytes,
+        adapter=adapter and adapter.identity(),
+        **sums(cache, context.prefix, context.positions, conventions.prefix_policy),
         seconds={phase: round(value, 4) for phase, value in seconds.items()},
         versions={"restorekv": __version__, **versions, "python": platform.python_version()},
         storage=storage, streaming=prepared.streaming, between=context.between, cut=cut, system=system,

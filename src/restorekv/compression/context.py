@@ -29,7 +29,6 @@ from restorekv.compression.sampling import Decoding, DecodingOptions
 from restorekv.errors import CacheFileError, RestoreKVError, warn
 from restorekv.model import attention
 from restorekv.model.prompt import Context, encode, template_hash, token_ids
-from restorekv.model.shape import CacheShape
 from restorekv.restore.adapter import RestoreAdapter
 
 
@@ -127,14 +126,11 @@ class CompressedContext:
         evictor: str | None = None, between: str | None = None,
     ) -> CompressedContext:  # fmt: skip
         """Returns what `append` does with ids (1, t), whoever wrote them; `between` then stands before questions."""
-        m, shape = self.manifest, CacheShape.of(self.model)
-        how = self.grower(None if restore == "none" else adapter, evictor)
-        tokens, config = how.adapter.restore_tokens if how.adapter else 0, how.conventions
-        whole = replace(self.context, ids=torch.cat([self.context.ids, ids], -1))
-        budget = config.budget(Fraction(m.ratio), whole, shape.layers, shape.heads, tokens)
-        growth = Growth(self.model, self.tokenizer, self.context, self.cache, how, restore, budget.restore_tokens)
-        context, cache = growth.append(ids, budget)
-        context = context if between is None else replace(context, between=between)
+        m, how = self.manifest, self.grower(None if restore == "none" else adapter, evictor)
+        size = ids, Fraction(m.ratio)
+        growth = Growth(self.model, self.tokenizer, self.context, self.cache, how, restore, *size)
+        cache = growth.run()
+        context = growth.whole if between is None else replace(growth.whole, between=between)
         cache.store(m.storage)
         seconds = {name: round(value, 4) for name, value in growth.seconds.items()}
         manifest = m.of_other(

@@ -39,6 +39,7 @@ CHOICES = {
     "on_small_budget": ON_SMALL_BUDGET, "restore_from": RESTORE_FROM,
 }  # fmt: skip
 PARTS = ("keys", "values")
+WORDS = ("between", "system")  # texts of several lines
 
 
 class ContradictionError(CacheFileError):
@@ -55,10 +56,7 @@ def check_manifest(manifest: Manifest) -> None:
     for name, hint in get_type_hints(type(manifest)).items():
         value = getattr(manifest, name)
         require(has_type(value, hint), f"records something that is no {hint} as its {name}")
-        if isinstance(value, str) and name not in (
-            "between",
-            "system",
-        ):  # what cannot be printed may command a terminal
+        if isinstance(value, str) and name not in WORDS:  # what cannot be printed may command a terminal
             require(value.isprintable(), f"records {value!r} as its {name}")
     for name, choices in CHOICES.items():
         require(getattr(manifest, name) in choices, f"records the {name} {getattr(manifest, name)!r}")
@@ -157,14 +155,19 @@ def check_positions(positions: Tensor, offsets: list[int], columns: int) -> None
     require(bool(grows.all()), "has positions that do not grow")
 
 
+def sums(cache: RaggedCache, prefix: int, columns: int, prefix_policy: str) -> dict[str, int]:
+    """Returns what a record says of a cache's pairs and bytes; the full cache has S = `prefix` of S + T `columns`."""
+    first, of_prefix = cache.layers[0], cache.pairs_of_prefix(prefix)
+    numbers = len(cache.layers) * first.heads * columns * 2 * first.restore_keys.shape[-1]
+    return {
+        "pairs": cache.pairs - (of_prefix if prefix_policy == "free" else 0), "pairs_of_prefix": of_prefix,
+        "pairs_held": cache.pairs, "bytes_full": numbers * first.dtype.itemsize, "bytes_held": cache.nbytes,
+    }  # fmt: skip
+
+
 def check_sums(manifest: Manifest, cache: RaggedCache) -> None:
     """Checks that the recorded pairs and bytes are those of the cache."""
-    shape, of_prefix = manifest.shape, cache.pairs_of_prefix(manifest.prefix)
-    numbers = shape["layers"] * shape["heads"] * (manifest.prefix + manifest.tokens) * 2 * shape["head_dim"]
-    sums = {
-        "pairs": cache.pairs - (of_prefix if manifest.prefix_policy == "free" else 0), "pairs_of_prefix": of_prefix,
-        "pairs_held": cache.pairs, "bytes_full": numbers * cache.layers[0].dtype.itemsize, "bytes_held": cache.nbytes,
-    }  # fmt: skip
-    for name, value in sums.items():
+    columns = manifest.prefix + manifest.tokens
+    for name, value in sums(cache, manifest.prefix, columns, manifest.prefix_policy).items():
         recorded = getattr(manifest, name)
         require(recorded == value, f"records {name.replace('_', ' ')} as {recorded:,} and has {value:,}")

@@ -19,7 +19,14 @@ from restorekv import seal
 from restorekv.cache import quantized
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.compression.budget import from_file, to_file
-from restorekv.compression.context_checks import ContradictionError, check_manifest, check_sums, check_tensors, require
+from restorekv.compression.context_checks import (
+    ContradictionError,
+    check_manifest,
+    check_sums,
+    check_tensors,
+    require,
+    sums,
+)
 from restorekv.errors import CacheFileError, RestoreKVError, raised_as
 from restorekv.files import open_tensors, parse_json, read_tensor_bytes
 from restorekv.model.prompt import Context
@@ -71,14 +78,9 @@ class Manifest:
 
     def of_other(self, context: Context, cache: RaggedCache, **changed: Any) -> "Manifest":
         """Returns the record of a cache that was made from this one's; `changed` are fields that nothing else tells."""
-        of_prefix = cache.pairs_of_prefix(context.prefix)
-        shape, itemsize = self.shape, cache.layers[0].dtype.itemsize
-        numbers = shape["layers"] * shape["heads"] * context.positions * 2 * shape["head_dim"]
-        return replace(
-            self, prefix=context.prefix, tokens=context.tokens, restore_tokens=cache.restore,
-            pairs=cache.pairs - (of_prefix if self.prefix_policy == "free" else 0), pairs_of_prefix=of_prefix,
-            pairs_held=cache.pairs, bytes_full=numbers * itemsize, bytes_held=cache.nbytes, **changed,
-        )  # fmt: skip
+        counted = sums(cache, context.prefix, context.positions, self.prefix_policy)
+        size = {"prefix": context.prefix, "tokens": context.tokens, "restore_tokens": cache.restore}
+        return replace(self, **size, **counted, **changed)
 
 
 def digest(cache: RaggedCache, context: Context) -> str:

@@ -72,18 +72,6 @@ def limits_of(max_new_tokens: int | Sequence[int], count: int) -> list[int]:
     return limits
 
 
-def greedy(
-    model: PreTrainedModel, caches: Sequence[RaggedCache], prompts: Sequence[Tensor], limits: Sequence[int],
-    stops: set[int], first_may_stop: bool = True, graph: bool = False,
-) -> list[list[int]]:  # fmt: skip
-    """Returns the likeliest ids of each row, a cache and a prompt of ids (q,), with the EOS that ended it."""
-    answers: list[list[int]] = [[] for _ in prompts]
-    batch = padded(model, caches, prompts)
-    for row, token in decode(model, forked(caches), batch, limits, stops, first_may_stop, graph):
-        answers[row].append(token)
-    return answers
-
-
 @torch.no_grad()
 def decode(
     model: PreTrainedModel, cache: Cache, batch: tuple[Tensor, Tensor, Tensor], limits: Sequence[int],

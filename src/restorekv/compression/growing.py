@@ -12,8 +12,9 @@ Restore pairs among the context's rows have the positions from S + T on, which n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -25,11 +26,12 @@ from restorekv.compression.budget import Budget
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.portable import rotated
 from restorekv.compression.prepared import timed
+from restorekv.compression.streaming import Pairs, read_part, restore_pairs
 from restorekv.errors import BudgetError, RestoreKVError
 from restorekv.model import attention
-from restorekv.model.observer import observe_layers
-from restorekv.model.prefill import prefill, read_only_view
+from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context, tell_beyond
+from restorekv.model.shape import CacheShape
 
 RESTORE = ("last", "every", "none")
 
@@ -94,7 +96,8 @@ class Growth:
     cache: RaggedCache
     how: Eviction
     restore: str
-    tokens: int  # the new part's restore tokens
+    ids: Tensor  # (1, t), of the text
+    ratio: Fraction
     seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -109,28 +112,40 @@ class Growth:
                 "Only a cache of an evictor without an offset can grow; compress the text in another way."
             )
 
+    @cached_property
+    def whole(self) -> Context:
+        """The context with the text at its end."""
+        return replace(self.context, ids=torch.cat([self.context.ids, self.ids], -1))
+
+    @cached_property
+    def budget(self) -> Budget:
+        """What the whole may hold, with the new part's restore tokens."""
+        shape, adapter = CacheShape.of(self.model), self.how.adapter
+        tokens = adapter.restore_tokens if adapter else 0
+        return self.how.conventions.budget(self.ratio, self.whole, shape.layers, shape.heads, tokens)
+
     @torch.no_grad()
-    def append(self, ids: Tensor, budget: Budget) -> tuple[Context, RaggedCache]:
-        """Returns the context and the cache with ids (1, t) at the end, evicted to the budget of the whole."""
-        whole = replace(self.context, ids=torch.cat([self.context.ids, ids], -1))
-        tell_beyond(self.model, whole.positions, "The grown context")
-        part = replace(self.context, ids=torch.cat([self.context.ids[:, : self.context.prefix], ids], -1))
+    def run(self) -> RaggedCache:
+        """Returns the cache of the whole, evicted to its budget."""
+        tell_beyond(self.model, self.whole.positions, "The grown context")
+        part = replace(self.context, ids=torch.cat([self.context.ids[:, : self.context.prefix], self.ids], -1))
         evictor = self.how.evictor.later(part)
-        if (again := evictor.latest(part)) >= ids.shape[-1]:
+        if (again := evictor.latest(part)) >= self.ids.shape[-1]:
             kept = f"{evictor.spec} always keeps the latest {again} tokens"
-            raise RestoreKVError(f"{kept}, and the new text has {ids.shape[-1]}; append more at once.")
+            raise RestoreKVError(f"{kept}, and the new text has {self.ids.shape[-1]}; append more at once.")
         attention.install(self.model)
-        room = self.room(budget)
-        reading, scores = self.read(part, evictor)
-        restored = self.restored(reading, budget.restore_tokens)
+        room, tokens, restored = self.room(), self.budget.restore_tokens, []
+        reading, scores = read_part(self.model, self.tokenizer, evictor, part, self.opened(), self.seconds)
+        if tokens and self.how.conventions.restore_from == "full":
+            restored = restore_pairs(self.how.adapter, reading, tokens, self.seconds)
         with timed(self.seconds, "evict"):
-            keep = self.how.conventions.allocation(scores, min(room, scores.numel()))
-            cache = self.gathered(reading, keep, restored, whole.positions)
-        if budget.restore_tokens and not restored:
+            scores = scores[..., -part.tokens :]
+            cache = self.gathered(reading, self.how.conventions.allocation(scores, min(room, scores.numel())), restored)
+        if tokens and not restored:
             with timed(self.seconds, "restore"):
-                self.how.adapter.append(cache, budget.restore_tokens)
+                self.how.adapter.append(cache, tokens)
                 cache.settle()
-        return whole, cache
+        return cache
 
     @property
     def earlier(self) -> int:
@@ -146,10 +161,11 @@ class Growth:
     @property
     def keeps(self) -> bool:
         """Whether restore pairs of earlier parts stay: also under "last" where the new part has none of its own."""
-        return self.restore == "every" or (self.restore == "last" and not self.tokens)
+        return self.restore == "every" or (self.restore == "last" and not self.budget.restore_tokens)
 
-    def room(self, budget: Budget) -> int:
+    def room(self) -> int:
         """Returns how many pairs of the new part may stay: what the budget leaves after all that is kept."""
+        budget = self.budget
         first = self.context.prefix if self.how.conventions.prefix_policy == "free" else 0
         held = sum(
             int(((layer.positions >= first) & (layer.positions < self.context.positions)).sum())
@@ -163,39 +179,20 @@ class Growth:
             )
         return room
 
-    def read(self, part: Context, evictor: object) -> tuple[RaggedCache, Tensor]:
-        """Returns a cache whose tail is prefix and part, behind what is kept, and the scores (L, H, t) of the part."""
-        prefix, observer = self.context.prefix, evictor.observer(self.model, part)
-        observing = observe_layers(self.model, observer.on_layer) if observer else nullcontext()
+    def opened(self) -> RaggedCache:
+        """Returns a cache whose context is all that is kept, restore pairs included, and whose tail is the prefix."""
+        prefix, layers = self.context.prefix, []
         with timed(self.seconds, "prefill"):
-            first = prefill(self.model, part.ids[:, :prefix]).layers if prefix else self.cache.layers
-            layers = []
+            first = prefill(self.model, self.context.ids[:, :prefix]).layers if prefix else self.cache.layers
             for layer, dense in zip(self.cache.layers, first, strict=True):
                 rows = joined([Rows.of(layer), Rows.of_restore_cache(layer, self.context.positions + self.earlier)])
-                rows = rows.where(rows.positions >= prefix)
                 pair = (dense.keys, dense.values) if prefix else none(layer)
-                layers.append(rows.layer(layer.heads, self.context.tokens, *pair))
-            reading = RaggedCache(layers)
-            with observing:
-                prefill(self.model, part.ids[:, prefix:], into=reading)
-        with timed(self.seconds, "score"):
-            scores = evictor.score(self.model, self.tokenizer, part, reading, observer)
-        return reading, scores[..., -part.tokens :]
+                layers.append(rows.where(rows.positions >= prefix).layer(layer.heads, self.context.tokens, *pair))
+        return RaggedCache(layers)
 
-    def restored(self, reading: RaggedCache, count: int) -> list[tuple[Tensor, Tensor]]:
-        """Returns every layer's restore cache of a pass over all that is held; none if it reads evicted caches."""
-        if not count or self.how.conventions.restore_from == "evicted":
-            return []
-        with timed(self.seconds, "restore"):
-            view = read_only_view(reading)
-            self.how.adapter.append(view, count)
-        return [(layer.keys[:, :, -count:].clone(), layer.values[:, :, -count:].clone()) for layer in view.layers]
-
-    def gathered(
-        self, reading: RaggedCache, keep: Tensor, restored: list[tuple[Tensor, Tensor]], seen: int
-    ) -> RaggedCache:
+    def gathered(self, reading: RaggedCache, keep: Tensor, restored: list[Pairs]) -> RaggedCache:
         """Returns what was kept, what `keep` (L, H, t) marks of the new part, and the restore cache."""
-        layers, prefix = [], self.context.prefix
+        layers, prefix, seen = [], self.context.prefix, self.whole.positions
         for index, (old, new, kept) in enumerate(zip(self.cache.layers, reading.layers, keep, strict=True)):
             rows = Rows.of(old)
             parts = [rows.where(rows.positions < self.context.positions)]

@@ -191,7 +191,7 @@ class Row:
         """Returns the next id; logits (V,) are the model's."""
         logits = logits.detach().cpu().float()[None]
         allowed = self.constraint.allow(logits) if self.constraint else logits
-        scores = self.warpers(self.ids, allowed.clone())
+        scores = self.warpers(self.ids, allowed.clone()) if self.warpers else allowed
         if self.decoding.temperature:
             token = int(torch.multinomial(scores.softmax(-1)[0], 1, generator=self.random))
         else:

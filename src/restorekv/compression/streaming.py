@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.compression.budget import Budget
@@ -134,7 +134,9 @@ class Stream:
             self.source.tell(f"part {number} of {len(pieces)}")
             cache = self.read(cache, part)
             self.most = max(self.most, sum(layer.bounds[-1] + layer.keys[0, ..., 0].numel() for layer in cache.layers))
-            restored = self.restored(cache) if reads_full and part is pieces[-1] else []
+            restored = []
+            if reads_full and part is pieces[-1]:
+                restored = restore_pairs(self.source.restorer, cache, self.budget.restore_tokens, self.seconds)
             with timed(self.seconds, "evict"):
                 self.settle(cache, part, restored, part is pieces[-1])
         if self.budget.restore_tokens and not reads_full:
@@ -148,25 +150,12 @@ class Stream:
         """Prefills a part over what is held and writes its scores; the tail is then prefix and part."""
         seen = portion(self.context, part)
         evictor = self.source.evictor if cache is None else self.source.evictor.later(seen)
-        observer = evictor.observer(self.model, seen)
-        observing = observe_layers(self.model, observer.on_layer) if observer else nullcontext()
-        with timed(self.seconds, "prefill"), observing:
-            full = prefill(self.model, seen.ids if cache is None else seen.ids[:, seen.prefix :], into=cache)
-        with timed(self.seconds, "score"):
-            scores = evictor.score(self.model, self.source.tokenizer, seen, full, observer)
+        full, scores = read_part(self.model, self.source.tokenizer, evictor, seen, cache, self.seconds)
         columns = self.scores[..., part.start : part.settled]
         columns.copy_(scores[..., : columns.shape[-1]].clamp_min(torch.finfo(scores.dtype).min))
         if self.conventions.prefix_policy == "counted":
             pin_prefix(self.scores, self.context.prefix)
         return full if cache is not None else RaggedCache([as_tail(layer) for layer in full.layers])
-
-    def restored(self, cache: RaggedCache) -> list[Pairs]:
-        """Returns the restore cache of a pass over all that is held, layer by layer."""
-        tokens = self.budget.restore_tokens
-        with timed(self.seconds, "restore"):
-            reading = read_only_view(cache)
-            self.source.restorer.append(reading, tokens)
-        return [(layer.keys[:, :, -tokens:].clone(), layer.values[:, :, -tokens:].clone()) for layer in reading.layers]
 
     def settle(self, cache: RaggedCache, part: Part, restored: list[Pairs], last: bool) -> None:
         """Drops what does not stay, layer by layer; at the end the prefix joins the rest."""
@@ -187,6 +176,30 @@ class Stream:
         pairs = min(self.budget.retained, int((competing > GONE).sum()))
         keep = self.conventions.allocation(competing, pairs)
         return torch.nn.functional.pad(keep, (prefix, 0), value=last)
+
+
+def read_part(
+    model: PreTrainedModel, tokenizer: Tokenizer, evictor: Evictor, seen: Context, cache: RaggedCache | None,
+    seconds: dict[str, float],
+) -> tuple[Cache, Tensor]:  # fmt: skip
+    """Prefills a part behind what `cache` holds, or with the prefix if there is none; returns the cache and scores.
+
+    `seen` is prefix and part, which the evictor takes for the whole text.
+    """
+    observer = evictor.observer(model, seen)
+    observing = observe_layers(model, observer.on_layer) if observer else nullcontext()
+    with timed(seconds, "prefill"), observing:
+        full = prefill(model, seen.ids if cache is None else seen.ids[:, seen.prefix :], into=cache)
+    with timed(seconds, "score"):
+        return full, evictor.score(model, tokenizer, seen, full, observer)
+
+
+def restore_pairs(adapter: RestoreAdapter, cache: RaggedCache, tokens: int, seconds: dict[str, float]) -> list[Pairs]:
+    """Returns the restore cache of a pass over all that is held, layer by layer."""
+    with timed(seconds, "restore"):
+        reading = read_only_view(cache)
+        adapter.append(reading, tokens)
+    return [(layer.keys[:, :, -tokens:].clone(), layer.values[:, :, -tokens:].clone()) for layer in reading.layers]
 
 
 def as_tail(dense: DynamicLayer) -> RaggedLayer:

@@ -52,6 +52,17 @@ def token_places(tokenizer: Tokenizer, text: str) -> list[tuple[int, int]]:
     return copy.backend.encode(text, add_special_tokens=False).offsets if copy else found["offset_mapping"]
 
 
+def decoded(payload: bytes, what: str) -> str:
+    """Returns UTF-8 bytes as a text, without a byte order mark; `what` begins the sentence of an error."""
+    try:
+        text = payload.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RestoreKVError(f"{what} is not UTF-8 text (byte {error.start}); convert it first.") from None
+    if "\0" in text:
+        raise RestoreKVError(f"{what} is binary; give a text.")
+    return text
+
+
 def check_unicode(text: str) -> None:
     """Refuses half a character, which bytes that are not UTF-8 become on a command line."""
     try:

@@ -40,9 +40,7 @@ def make_app(service: Service, keys: list[str], ready: Callable[[], bool], lifes
         if not at_home(request, keys):
             response: Response = problem(403, "Another site's page asks; open this server's own address.")
         elif request.url.path not in OPEN and keys and not allowed(request.headers.get("authorization", ""), keys):
-            response: Response = problem(
-                401, "Give a key of this server: Authorization: Bearer KEY.", "invalid_api_key"
-            )
+            response = problem(401, "Give a key of this server: Authorization: Bearer KEY.", "invalid_api_key")
         elif int(request.headers.get("content-length") or 0) > service.limits.upload + (1 << 20):
             response = problem(413, f"The request is larger than {service.limits.upload:,} bytes; split it.")
         else:

@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import PurePath
 
 from restorekv.errors import RestoreKVError
+from restorekv.model.tokenize import decoded
 
 HIDDEN = {"script", "style", "head", "template", "noscript"}
 BLOCKS = {"p", "div", "br", "li", "tr", "h1", "h2", "h3", "h4", "h5", "h6", "section", "article", "blockquote", "pre"}
@@ -22,21 +23,11 @@ def text_of(name: str, content: bytes) -> str:
         case ".docx":
             text = of_docx(name, content)
         case ".html" | ".htm":
-            text = of_html(decoded(name, content))
+            text = of_html(decoded(content, name))
         case _:
-            text = decoded(name, content)
+            text = decoded(content, name)
     if not text.strip():
         raise RestoreKVError(f"{name} has no text; give one with at least one word.")
-    return text
-
-
-def decoded(name: str, content: bytes) -> str:
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise RestoreKVError(f"{name} is not UTF-8 text (byte {error.start}), PDF or DOCX; convert it first.") from None
-    if "\0" in text:
-        raise RestoreKVError(f"{name} is binary; give a text, a PDF or a DOCX file.")
     return text
 
 

@@ -71,11 +71,15 @@ class Reply:
 
 @dataclass
 class Asked:
-    """A question whose documents are at hand; `first` is when its first token was written, 0 before that."""
+    """A question whose documents are at hand, with a row for each of its answers.
+
+    `first` is when its first token was written, 0 before that.
+    """
 
     question: Question
     context: CompressedContext
     prompt: Tensor
+    rows: list[Row]
     started: float
     first: float = 0.0
 
@@ -173,61 +177,47 @@ class Engine:
                 ready.append(self.prepared(question))
             except Exception as error:  # of this request alone
                 question.done.set_exception(error)
-        for start in range(0, len(ready), generate.BATCH):
-            self.answer(ready[start : start + generate.BATCH])
+        if ready:
+            self.answer(ready)
 
     def prepared(self, question: Question) -> Asked:
-        """Returns the question with its documents as one, and the ids that the model reads."""
+        """Returns the question with its documents as one, the ids that the model reads, and seeds for its answers."""
         started, several = time.perf_counter(), len(question.documents) > 1
         whole = compose(question.documents) if several else question.documents[0]
         prompt = conversation_ids(self.tokenizer, whole.context, question.turns, question.text, question.system)
-        return Asked(question, whole, prompt, started)
+        decoding, read = question.decoding, torch.cat([whole.context.ids[0], prompt])[None]
+        seeds = [decoding.seed + number for number in range(decoding.samples)]
+        rows = rows_of(decoding, self.tokenizer, [read] * len(seeds), seeds, self.stops, always=True)
+        for row in rows:
+            row.cancelled = lambda: question.cancelled
+        return Asked(question, whole, prompt, rows, started)
 
     def answer(self, asked: Sequence[Asked]) -> None:
         """Writes the answers of a batch, in which every row has a seed and settings of its own."""
-        rows: list[Row] = []
-        owners: list[tuple[Asked, int]] = []
-        for each in asked:
-            decoding = each.question.decoding
-            seeds = [decoding.seed + number for number in range(decoding.samples)]
-            read = [torch.cat([each.context.context.ids[0], each.prompt])[None]] * decoding.samples
-            try:
-                rows += rows_of(decoding, self.tokenizer, read, seeds, self.stops, always=True)
-            except Exception as error:  # a schema that cannot be used
-                each.question.done.set_exception(error)
-                continue
-            owners += [(each, number) for number in range(decoding.samples)]
-        if not owners:
-            return
-        for row, (each, _) in zip(rows, owners, strict=True):
-            row.cancelled = lambda each=each: each.question.cancelled
-        written: list[list[int]] = [[] for _ in rows]
+        owners = [(each, sample) for each in asked for sample in range(len(each.rows))]
+        rows = [row for each in asked for row in each.rows]
         caches, prompts = [each.context.cache for each, _ in owners], [each.prompt for each, _ in owners]
         limits = [each.question.limit for each, _ in owners]
         try:
-            for row, token in generate.tokens(self.model, self.tokenizer, caches, prompts, limits, rows=rows):
-                written[row].append(token)
-                each, sample = owners[row]
+            for place, token in generate.tokens(self.model, self.tokenizer, caches, prompts, limits, rows=rows):
+                each, sample = owners[place]
                 each.first = each.first or time.perf_counter()
                 each.question.on_token(sample, token)
         except Exception as error:  # such as memory that ran out: nobody waits in vain
             for each in asked:
-                if not each.question.done.done():
-                    each.question.done.set_exception(error)
+                each.question.done.set_exception(error)
             return
-        for each in dict.fromkeys(id(each) for each, _ in owners):
-            own = [number for number, (other, _) in enumerate(owners) if id(other) == each]
-            self.reply(owners[own[0]][0], [(written[number], rows[number]) for number in own])
+        for each in asked:
+            self.reply(each)
 
-    def reply(self, asked: Asked, written: Sequence[tuple[list[int], Row]]) -> None:
-        question, manifest = asked.question, asked.context.manifest
-        answers = [answer_of(self.tokenizer, ids, self.stops, len(asked.prompt), row) for ids, row in written]
+    def reply(self, asked: Asked) -> None:
+        manifest, read, now = asked.context.manifest, len(asked.prompt), time.perf_counter()
+        answers = [answer_of(self.tokenizer, row.answer, self.stops, read, row) for row in asked.rows]
         self.counts["questions"] += 1
-        self.counts["tokens"] += sum(len(ids) for ids, _ in written)
-        now = time.perf_counter()
+        self.counts["tokens"] += sum(len(answer.ids) for answer in answers)
         seconds = {"first": (asked.first or now) - asked.started, "total": now - asked.started, **manifest.seconds}
         held = asked.context.context.positions, manifest.pairs_held, manifest.bytes_held
-        question.done.set_result(Reply(answers, len(asked.prompt), *held, seconds))
+        asked.question.done.set_result(Reply(answers, read, *held, seconds))
 
     def context(self, document: tuple[str, str | Path], variant: Variant) -> tuple[CompressedContext, bool]:
         """Returns a compressed document from memory, from disk or made now, and whether it was made now."""
