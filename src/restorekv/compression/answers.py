@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression import generate
-from restorekv.compression.sampling import GREEDY, Decoding, Row, found, rows_of
+from restorekv.compression.sampling import GREEDY, Decoding, Row, first_stop, rows_of
 from restorekv.errors import RestoreKVError
 from restorekv.model.prompt import Context, question_ids
 
@@ -79,7 +79,7 @@ def ask_each(
 def answer_of(tokenizer: Tokenizer, ids: list[int], stops: set[int], read: int, row: Row | None) -> Answer:
     """Returns what was written as an Answer, whose text starts with no space and ends before any stop string."""
     text = generate.answer_text(tokenizer, ids, stops)
-    cut = found(row.decoding.stop, text) if row else None
+    cut = first_stop(row.decoding.stop, text) if row else None
     finish = "stop" if ids[-1] in stops or cut is not None or (row and row.ends()) else "length"
     wants = row is not None and row.decoding.logprobs is not None
     more = (tuple(row.logprobs), tuple(row.top)) if wants else ()
@@ -131,7 +131,7 @@ class Growing:
         """Returns what has become certain with this token."""
         self.ids.append(token)
         whole = generate.answer_text(self.tokenizer, self.ids, self.stops)
-        self.text = whole[: found(self.stop, whole)].lstrip()
+        self.text = whole[: first_stop(self.stop, whole)].lstrip()
         certain = len(self.text) - held_back(self.text, self.stop)
         return self.upto(certain) if not self.text.endswith("\ufffd") else ""
 

@@ -26,7 +26,7 @@ from restorekv.compression import generate
 from restorekv.compression.answers import Answer, answer_of, pieces
 from restorekv.compression.constraint import Constraint
 from restorekv.compression.context_file import digest
-from restorekv.compression.sampling import Decoding, DecodingOptions, Row, found
+from restorekv.compression.sampling import Decoding, DecodingOptions, Row, first_stop
 from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.files import has_type, read_json, write_json
 from restorekv.model.prefill import prefill
@@ -134,7 +134,7 @@ class Chat:
 
         yield from pieces(document.tokenizer, tokens(), stops, decoding.stop)
         answer = answer_of(document.tokenizer, written, stops, len(ids), rows and rows[0])
-        if decoding.stop and (cut := found(decoding.stop, document.tokenizer.decode(written))) is not None:
+        if decoding.stop and (cut := first_stop(decoding.stop, document.tokenizer.decode(written))) is not None:
             kept = [n for n in range(1, len(written)) if len(document.tokenizer.decode(written[:n])) <= cut]
             answer = replace(answer, ids=answer.ids[: max(kept, default=1)])  # a stop string is not part of the turn
             self.cut_to(self.columns - len(written) + len(answer.ids))

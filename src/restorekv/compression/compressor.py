@@ -77,7 +77,7 @@ def compress(
     conventions = CompressionConfig(prefix_policy, on_small_budget, allocation, restore_from, offset)
     compressor = make_compressor(chosen_evictor(evictor, preset), conventions, streaming)
     ratio = kept_ratio(ratio, compression_ratio)
-    text, system = said(context, system)
+    text, system = text_and_system(context, system)
     between = default_between(tokenizer) if between is None else between
     parsed, cut = fit(model, make_context(tokenizer, text, between, system), max_context, offset)
     size = model, parsed, conventions, ratio, tokens_per_head
@@ -115,7 +115,7 @@ def kept_ratio(
         raise BudgetError(wrong) from None
 
 
-def said(context: object, system: str) -> tuple[str | Sequence[int] | Tensor, str]:
+def text_and_system(context: object, system: str) -> tuple[str | Sequence[int] | Tensor, str]:
     """Returns the text or token ids of any form of context that `compress` takes, and the system message."""
     if isinstance(context, Path):
         what = f"The file {context}"

@@ -215,7 +215,7 @@ class Row:
             return True
         if self.constraint and self.constraint.complete:
             return True
-        if self.decoding.stop and found(self.decoding.stop, self.tokenizer.decode(self.answer)) is not None:
+        if self.decoding.stop and first_stop(self.decoding.stop, self.tokenizer.decode(self.answer)) is not None:
             return True
         return bool(self.criteria) and bool(self.criteria(self.ids, None).all())
 
@@ -242,6 +242,6 @@ def rows_of(
     ]
 
 
-def found(stop: Sequence[str], text: str) -> int | None:
+def first_stop(stop: Sequence[str], text: str) -> int | None:
     """Returns where the first of the strings starts in a text, None where there is none."""
     return min((place for each in stop if (place := text.find(each)) >= 0), default=None)
