@@ -14,7 +14,8 @@ openai = pytest.importorskip("openai")
 from restorekv import compress  # noqa: E402
 from restorekv.compression import eviction  # noqa: E402
 from restorekv.model.tokenize import text_ids  # noqa: E402
-from restorekv.serve import engine, page  # noqa: E402
+from restorekv.serve import caches, page  # noqa: E402
+from restorekv.serve import kept as kept_tokens  # noqa: E402
 from restorekv.serve.variants import Variant  # noqa: E402
 from tests.compression.test_compressor import make_adapter  # noqa: E402
 from tests.helpers.models import build_model  # noqa: E402
@@ -67,7 +68,7 @@ def kept(url: str, file: str, **query: object) -> dict:
 
 def shares(found: dict, tokenizer) -> list[tuple[int, float]]:
     """How many tokens every piece has, and its share."""
-    return [(size, share) for (_, size), (_, share) in zip(page.pieces_of(tokenizer, ids_of(tokenizer)),
+    return [(size, share) for (_, size), (_, share) in zip(kept_tokens.pieces_of(tokenizer, ids_of(tokenizer)),
             found["pieces"], strict=True)]  # fmt: skip
 
 
@@ -128,7 +129,7 @@ def test_what_survives_is_what_the_cache_keeps(url, file, model, tiny_tokenizer,
 
 def test_pieces_are_whole_characters(tiny_tokenizer):
     text = "Zoë said 日本 and 🙂🙂 in a café — twice."
-    pieces = page.pieces_of(tiny_tokenizer, tuple(text_ids(tiny_tokenizer, text)))
+    pieces = kept_tokens.pieces_of(tiny_tokenizer, tuple(text_ids(tiny_tokenizer, text)))
     assert "".join(piece for piece, _ in pieces) == text
     assert not any("\ufffd" in piece for piece, _ in pieces)
     assert sum(tokens for _, tokens in pieces) == len(text_ids(tiny_tokenizer, text))
@@ -189,7 +190,7 @@ def test_methods_and_progress(url, file):
 
 def test_phases_are_those_of_compress(url, file, monkeypatch):
     """While a document is compressed, its phase is the one that `compress` is in."""
-    started, real = [], engine.compress
+    started, real = [], caches.compress
 
     def slow(*args, progress, **options):
         def waiting(name: str) -> None:
@@ -199,7 +200,7 @@ def test_phases_are_those_of_compress(url, file, monkeypatch):
 
         return real(*args, progress=waiting, **options)
 
-    monkeypatch.setattr(engine, "compress", slow)
+    monkeypatch.setattr(caches, "compress", slow)
     made = client_of(url).files.create(file=("other.txt", f"Another. {TEXT}".encode()), purpose="user_data")
     seen, deadline = [], time.time() + 30
     while not seen or seen[-1] != "ready":

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ openai = pytest.importorskip("openai")
 
 from restorekv import CompressedContext, compress  # noqa: E402
 from restorekv.compression.generate import answer_ids, answer_text, stop_ids  # noqa: E402
+from restorekv.model.shape import decoder  # noqa: E402
 from restorekv.serve.documents import text_of  # noqa: E402
 from restorekv.serve.run import Settings, application  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
@@ -311,3 +313,38 @@ def test_the_example_asks(client, model, tiny_tokenizer, tmp_path):
     (tmp_path / "doc.txt").write_text(TEXT)
     found = example.ask(str(client.base_url), tmp_path / "doc.txt", [QUESTION, "Who?"])
     assert found == expected(model, tiny_tokenizer).ask([QUESTION, "Who?"], 64)
+
+
+def test_answers_go_on_inside_a_phase_of_a_compression(model, tiny_tokenizer, tmp_path):
+    """A question about another document is answered while the model still reads the new one."""
+    inside, answered = threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        if threading.current_thread().name == "restorekv-compress" and inside.is_set():
+            answered.wait(30)
+
+    with serving(model, tiny_tokenizer, tmp_path) as url:
+        client = client_of(url)
+        first = client.files.create(file=("doc.txt", TEXT.encode()), purpose="user_data")
+        client.files.wait_for_processing(first.id, poll_interval=0.05)
+        alone = ask(client, about(first)).choices[0].message.content
+        hook = decoder(model).layers[1].register_forward_pre_hook(wait)
+        try:
+            inside.set()
+            second = client.files.create(file=("other.txt", OTHER.encode()), purpose="user_data")
+            address = f"{url}/files/{second.id}/progress?model={VARIANT}"
+            until(lambda: "prefill" in urlopen(address).read().decode())
+            beside = ask(client, about(first)).choices[0].message.content
+            assert "prefill" in urlopen(address).read().decode()
+        finally:
+            answered.set()
+            hook.remove()
+        assert client.files.wait_for_processing(second.id, poll_interval=0.05).status == "processed"
+    assert beside == alone
+
+
+def until(holds, seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)

@@ -90,16 +90,10 @@ class Figures:
         self.engine = engine
 
     def collect(self) -> list:
-        engine = self.engine
-        counters = [
-            CounterMetricFamily(f"restorekv_{name}", f"Number of {name}.", value=value)
-            for name, value in engine.counts.items()
-        ]
-        gauges = {"documents_held": len(engine.held), "bytes_held": engine.bytes_held,
-                  "questions_waiting": engine.questions.qsize()}  # fmt: skip
+        counted, now = self.engine.figures()
         return [
-            *counters,
-            *(GaugeMetricFamily(f"restorekv_{name}", name, value=value) for name, value in gauges.items()),
+            *(CounterMetricFamily(f"restorekv_{name}", f"Number of {name}.", value=counted[name]) for name in counted),
+            *(GaugeMetricFamily(f"restorekv_{name}", name, value=value) for name, value in now.items()),
         ]
 
 

@@ -19,7 +19,7 @@ from restorekv.compression.compressor import compress
 from restorekv.compression.context import CompressedContext
 from restorekv.errors import RestoreKVError
 from restorekv.serve.app import make_app
-from restorekv.serve.engine import Engine
+from restorekv.serve.embedded import Embedded
 from restorekv.serve.service import Limits, Service
 from restorekv.serve.store import UPLOADED, Store
 from restorekv.serve.variants import Variant
@@ -47,7 +47,7 @@ def application(model: PreTrainedModel, tokenizer: Tokenizer, settings: Settings
     """Returns the application, whose start-up checks itself and goes on with what was not processed."""
     default = Variant.parse(settings.default, settings.base)
     store = Store(settings.store, settings.disk)
-    engine = Engine(model, tokenizer, store, settings.memory, settings.waiting)
+    engine = Embedded(model, tokenizer, store, settings.memory, settings.waiting)
     service = Service(engine, store, settings.base, default, settings.limits)
     state = {"ready": False}
 

@@ -16,11 +16,10 @@ from fastapi import UploadFile
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from restorekv.compression.answers import Growing
-from restorekv.compression.context import CompressedContext
 from restorekv.errors import RestoreKVError
 from restorekv.serve import replies
 from restorekv.serve.documents import text_of
-from restorekv.serve.engine import Engine, Question, Reply
+from restorekv.serve.engine import Document, Engine, Question, Reply
 from restorekv.serve.requests import ChatRequest, conversation
 from restorekv.serve.store import FAILED, PROCESSED, Store, Upload
 from restorekv.serve.variants import Variant
@@ -70,14 +69,13 @@ class Service:
     async def process(self, upload: Upload) -> None:
         """Compresses an upload as the default variant."""
         try:
-            text = await asyncio.to_thread(self.source, upload)
-            await asyncio.wrap_future(self.engine.compress((upload.sha256, text), self.default))
+            await self.engine.document(upload.sha256, self.default, lambda: self.content(upload))
         except Exception as error:  # whatever it is, the file has not been processed
             self.store.settle(upload.id, FAILED, problem_of(error))
         else:
             self.store.settle(upload.id, PROCESSED)
 
-    def source(self, upload: Upload) -> str | Path:
+    def content(self, upload: Upload) -> str | Path:
         """Returns the text of an upload, or the path of a cache file, which is taken as it is."""
         if upload.name.endswith(".rkv"):
             return self.store.file(upload.id)
@@ -89,16 +87,14 @@ class Service:
             raise ApiError(404, f"There is no file {name[:60]!r} here; upload it first.", "file_not_found")
         return upload
 
-    async def document(self, kind: str, value: str, variant: Variant) -> tuple[CompressedContext, bool]:
-        """Returns a document, from memory, from disk or compressed now, and whether it was compressed now."""
-        upload = self.found(value) if kind == "file" else None
-        if upload and upload.status == FAILED:
+    async def document(self, kind: str, value: str, variant: Variant) -> Document:
+        """Returns a document, from memory, from disk or compressed now."""
+        if kind == "text":
+            return await self.engine.document(hashlib.sha256(value.encode()).hexdigest(), variant, lambda: value)
+        upload = self.found(value)
+        if upload.status == FAILED:
             raise ApiError(400, f"The file {upload.id} could not be processed: {upload.problem}")
-        sha256 = upload.sha256 if upload else hashlib.sha256(value.encode()).hexdigest()
-        if held := self.engine.find(sha256, variant):
-            return held, False
-        text = await asyncio.to_thread(self.source, upload) if upload else value
-        return await asyncio.wrap_future(self.engine.compress((sha256, text), variant))
+        return await self.engine.document(upload.sha256, variant, lambda: self.content(upload))
 
     async def complete(self, request: ChatRequest, gone: Callable[[], object]) -> Response:
         """Answers a chat request, whole or as a stream."""
@@ -113,15 +109,15 @@ class Service:
         asked, variant = conversation(request.messages), Variant.parse(request.model, self.base)
         decoding = request.decoding(secrets.randbelow(2**31))
         documents = [await self.document(*each, variant) for each in asked.documents]
-        made = sum(context.context.positions for context, fresh in documents if fresh)
+        made = sum(document.tokens for document in documents if document.fresh)
         tokens: asyncio.Queue[tuple[int, int] | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
         def on_token(sample: int, token: int) -> None:
             loop.call_soon_threadsafe(tokens.put_nowait, (sample, token))
 
-        contexts, limit = [context for context, _ in documents], request.limit(self.limits.tokens)
-        question = Question(contexts, asked.turns, asked.question, asked.system, limit, decoding, on_token)
+        limit = request.limit(self.limits.tokens)
+        question = Question(documents, asked.turns, asked.question, asked.system, limit, decoding, on_token)
         future = asyncio.wrap_future(self.engine.ask(question))
         future.add_done_callback(lambda _: tokens.put_nowait(None))
         about = replies.About(f"{kind}-{secrets.token_hex(12)}", request.model, int(time.time()), made)

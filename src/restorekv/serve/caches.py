@@ -1,0 +1,161 @@
+"""Compressed documents in memory and on disk: the half that the engines of one machine share.
+
+A thread of its own compresses. Those documents that were used least recently leave memory first; they are loaded from
+disk again, never computed again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import queue
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv.compression import generate
+from restorekv.compression.compressor import compress
+from restorekv.compression.context import CompressedContext
+from restorekv.errors import CacheFileError
+from restorekv.model.load import model_fingerprint
+from restorekv.model.prompt import template_hash
+from restorekv.serve import kept
+from restorekv.serve.engine import Content, Document
+from restorekv.serve.store import Store
+from restorekv.serve.variants import Variant
+
+
+@dataclass(frozen=True)
+class Held(Document):
+    """A document whose cache is in memory."""
+
+    context: CompressedContext
+
+
+class Caches:
+    """Holds documents in memory up to `memory` bytes, and on disk in a store."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, store: Store, memory: int) -> None:
+        self.model, self.tokenizer, self.store, self.memory = model, tokenizer, store, memory
+        self.stops = generate.stop_ids(model, tokenizer)
+        self.held: OrderedDict[str, CompressedContext] = OrderedDict()
+        self.making = ("", "")  # the key of the cache that is being made, and what is done for it now
+        self.counts = {"questions": 0, "tokens": 0, "compressed": 0, "loaded": 0, "hits": 0}
+        self.fingerprint, self.lock, self.loading = model_fingerprint(model), threading.Lock(), threading.Lock()
+        self.orders: queue.Queue[tuple[str, Variant, Content, Future] | None] = queue.Queue()
+        self.compressing = threading.Thread(target=self.work, name="restorekv-compress", daemon=True)
+
+    def start(self) -> None:
+        self.compressing.start()
+
+    def close(self) -> None:
+        """Ends after what is ordered."""
+        self.orders.put(None)
+        self.compressing.join()
+
+    def key(self, sha256: str, variant: Variant) -> str:
+        """See `Engine`."""
+        made_of = sha256, variant.name, self.fingerprint, str(self.model.dtype), template_hash(self.tokenizer)
+        return hashlib.sha256(" ".join(made_of).encode()).hexdigest()[:32]
+
+    async def document(self, sha256: str, variant: Variant, content: Content) -> Held:
+        """Returns a document from memory or disk at once, or from the thread that compresses."""
+        key = self.key(sha256, variant)
+        if context := self.find(key) or await asyncio.to_thread(self.loaded, key):
+            return Held(sha256, variant, context.context.positions, False, context)
+        done: Future = Future()
+        self.orders.put((sha256, variant, content, done))
+        return await asyncio.wrap_future(done)
+
+    def find(self, key: str) -> CompressedContext | None:
+        """Returns a document that is in memory."""
+        with self.lock:
+            if key not in self.held:
+                return None
+            self.counts["hits"] += 1
+            self.held.move_to_end(key)
+            return self.held[key]
+
+    def work(self) -> None:
+        """Runs in the thread: one order after the other."""
+        while order := self.orders.get():
+            *wanted, done = order
+            if done.set_running_or_notify_cancel():  # else whoever asked has gone
+                try:
+                    done.set_result(self.fetch(*wanted))
+                except Exception as error:  # it is the caller's, on another thread
+                    done.set_exception(error)
+
+    def fetch(self, sha256: str, variant: Variant, content: Content) -> Held:
+        """Returns a document from memory, from disk or made now."""
+        key = self.key(sha256, variant)
+        context = self.loaded(key)
+        fresh = context is None
+        if fresh:
+            context = self.made(content(), variant, key)
+            with self.store.writing(key, sha256) as path:
+                context.save(path)
+            self.hold(key, context)
+        return Held(sha256, variant, context.context.positions, fresh, context)
+
+    def loaded(self, key: str) -> CompressedContext | None:
+        """Returns a cache from memory or from disk; a damaged one is set aside."""
+        with self.loading:  # a second thread finds it in memory
+            path = None if key in self.held else self.store.find(key)
+            if path is None:
+                return self.find(key)
+            try:
+                context = CompressedContext.load(path, self.model, self.tokenizer)
+            except CacheFileError as error:
+                self.store.set_aside(key, error)
+                return None
+            self.counts["loaded"] += 1
+            self.hold(key, context)
+            return context
+
+    def made(self, content: str | Path, variant: Variant, key: str) -> CompressedContext:
+        """Compresses a text; loads a cache file from a path."""
+        if isinstance(content, Path):
+            return CompressedContext.load(content, self.model, self.tokenizer)
+        try:
+            made = compress(self.model, self.tokenizer, content, progress=lambda name: self.on_phase(key, name),
+                            **variant.options)  # fmt: skip
+        finally:
+            self.on_phase("", "")
+        self.counts["compressed"] += 1
+        return made
+
+    def on_phase(self, key: str, name: str) -> None:
+        self.making = key, name
+
+    def hold(self, key: str, context: CompressedContext) -> None:
+        """Keeps a context in memory; those used least recently go, but never this one."""
+        with self.lock:
+            self.held[key] = context
+            while len(self.held) > 1 and self.bytes_held > self.memory:
+                self.held.popitem(last=False)
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of all documents in memory."""
+        return sum(each.manifest.bytes_held for each in list(self.held.values()))
+
+    def phase(self, sha256: str, variant: Variant) -> str:
+        """See `Engine`."""
+        key, (making, now) = self.key(sha256, variant), self.making
+        if making == key:
+            return now
+        return "ready" if key in self.held or self.store.find(key) else "waiting"
+
+    async def kept(self, document: Held, layer: int | None, head: int | None) -> dict:
+        """See `Engine`."""
+        return await asyncio.to_thread(kept.shares, document.context, layer, head)
+
+    def figures(self) -> tuple[dict[str, int], dict[str, int]]:
+        """See `Engine`."""
+        return self.counts, {"documents_held": len(self.held), "bytes_held": self.bytes_held}
