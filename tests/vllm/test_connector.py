@@ -3,6 +3,8 @@
 import importlib
 import json
 import sys
+import threading
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from enum import Enum
 from types import ModuleType, SimpleNamespace
@@ -101,17 +103,20 @@ class World:
         return SimpleNamespace(request_id=name, prompt_token_ids=ids, kv_transfer_params=params)
 
 
-def schedule(scheduler, request, computed, blocks):
+def schedule(scheduler, request, computed, blocks, beside=True):
     """What vLLM's scheduler does with a request of which it has `computed` tokens; returns how many it need not."""
     tokens, later = scheduler.get_num_new_matched_tokens(request, computed)
-    assert later is False
+    assert later is beside
     scheduler.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: (list(blocks),)), tokens)
     return tokens
 
 
 def load(worker, meta, layers):
+    """Returns the requests that waited for their document, when all of them have it."""
     worker.metadata = meta
     worker.start_load_kv(SimpleNamespace(no_compile_layers=layers))
+    wait(list(worker.reading.values()))
+    return worker.get_finished(set())[1]
 
 
 @pytest.mark.parametrize("computed", [0, BLOCK, 2 * BLOCK])
@@ -147,7 +152,8 @@ def test_a_request_that_fails_names_its_own_blocks(connector):
     scheduler, worker = connector.make(Role.SCHEDULER), connector.make(Role.WORKER)
     ids, layers = connector.prompt(0), connector.layers(2)
     strange = [*ids[:10], (ids[10] + 1) % VOCABULARY, *ids[11:]]
-    assert schedule(scheduler, connector.request(strange, "bad"), BLOCK, [5, 6, 8, 10, 3, 0]) == len(ids) - 1 - BLOCK
+    blocks = [5, 6, 8, 10, 3, 0]
+    assert schedule(scheduler, connector.request(strange, "bad"), BLOCK, blocks, False) == len(ids) - 1 - BLOCK
     schedule(scheduler, connector.request(ids, "good"), 0, [7, 2, 9, 4, 11, 1])
     load(worker, scheduler.build_connector_meta(None), layers)
     last = -(-(len(ids) - 1) // BLOCK)
@@ -157,10 +163,39 @@ def test_a_request_that_fails_names_its_own_blocks(connector):
     assert not written[[5, 6, 8, 10, 3, 0]].any() and written[7].any()
 
 
+def test_a_document_is_read_beside_other_steps_and_then_at_once(connector, monkeypatch):
+    """Steps go on while a request waits for a file; the next request for it gets it with its first step."""
+    scheduler, worker, layers = connector.make(Role.SCHEDULER), connector.make(Role.WORKER), connector.layers(2)
+    go, real = threading.Event(), worker.store.pairs
+    monkeypatch.setattr(worker.store, "pairs", lambda document: go.wait(30) and real(document))
+    schedule(scheduler, connector.request(connector.prompt(0), "first"), 0, [7, 2, 9, 4, 11, 1])
+    worker.metadata = scheduler.build_connector_meta(None)
+    worker.start_load_kv(SimpleNamespace(no_compile_layers=layers))
+    assert worker.get_finished(set()) == (None, set())
+    go.set()
+    wait(list(worker.reading.values()))
+    assert worker.get_finished(set()) == (None, {"first"}) and worker.get_finished(set()) == (None, set())
+    scheduler.update_connector_output(SimpleNamespace(finished_recving={"first"}))
+    schedule(scheduler, connector.request(connector.prompt(0), "second"), 0, [0, 3, 5, 6, 8, 10], beside=False)
+    assert load(worker, scheduler.build_connector_meta(None), layers) == set()
+    pages = next(iter(layers.values())).kv_cache[0]
+    assert pages[[0, 3, 5]].equal(pages[[7, 2, 9]]) and pages[0].any()
+    worker.shutdown()
+
+
+def test_a_file_that_vanishes_ends_the_request_that_waits(connector):
+    scheduler, worker = connector.make(Role.SCHEDULER), connector.make(Role.WORKER)
+    blocks, ids = [5, 6, 8, 10, 3, 0], connector.prompt(0)
+    schedule(scheduler, connector.request(ids), 0, blocks)
+    (connector.store / "red.safetensors").unlink()
+    assert load(worker, scheduler.build_connector_meta(None), connector.layers(2)) == {"a"}
+    assert worker.get_block_ids_with_load_errors() == set(blocks[: -(-connector.documents[0].tokens // BLOCK)])
+
+
 def test_requests_without_documents_are_left_alone(connector):
     scheduler, worker = connector.make(Role.SCHEDULER), connector.make(Role.WORKER)
     request = connector.request(connector.tokenizer.encode(QUESTION))
-    assert schedule(scheduler, request, 0, [1]) == 0
+    assert schedule(scheduler, request, 0, [1], False) == 0
     load(worker, scheduler.build_connector_meta(None), {})
     scheduler.get_num_new_matched_tokens(connector.request(connector.prompt(0), "gone"), 0)
     assert scheduler.request_finished(connector.request([], "gone"), []) == (False, None)
@@ -174,7 +209,7 @@ def test_a_chat_request_carries_ids_and_the_name(connector):
     assert params.pop("prompt_token_ids") == connector.prompt(0)
     scheduler = connector.make(Role.SCHEDULER)
     text = connector.tokenizer.encode(body["messages"][0]["content"])
-    schedule(scheduler, connector.request(text, **params), 0, [1, 2])
+    schedule(scheduler, connector.request(text, **params), 0, [1, 2], False)
     [refused] = scheduler.build_connector_meta(None).loads
     assert refused.document is None and "does not begin with placeholders" in refused.problem
 

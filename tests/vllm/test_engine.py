@@ -65,6 +65,19 @@ def test_preempted_requests_resume_with_their_document(tmp_path, caching):
     assert without_halves(found) == without_halves([world.expected[number][place] for number, place in rows])
 
 
+def test_a_file_that_became_another_ends_the_request_that_waits_for_it(tmp_path):
+    """vLLM reads a document's file beside its steps, and then finds another document in it."""
+    texts = {color: f"The code of the {color} house is seven; nobody lives there. " * 3 for color in ("red", "blue")}
+    model = build_model("llama", hidden_size=128, head_dim=32)
+    world = make_world(tmp_path, model, build_tokenizer(), texts, ["Which code?"], evictor="knorm", tokens_per_head=40)
+    with engine(world) as llm:
+        (world.store / "red.safetensors").write_bytes((world.store / "blue.safetensors").read_bytes())
+        outputs = ask(llm, [world.prompt(0, 0), world.prompt(1, 0)])
+        assert (outputs[0].text, outputs[0].finish_reason) == ("", "error")
+        found = [outputs[1].text, *answers(llm, [world.prompt(1, 0)])]
+        assert without_halves(found) == without_halves([world.expected[1][0]] * 2)
+
+
 def preemptions(llm) -> float:
     return sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
 

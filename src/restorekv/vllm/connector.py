@@ -2,14 +2,18 @@
 
 The scheduler's half finds the document that a prompt's placeholders stand for and promises its m tokens; the worker's
 half writes the document's keys and values into the blocks that the scheduler chose, through the attention backend's own
-method, so that no cache layout is ours. A document that cannot be had is promised and reported as not loaded, which
-ends that request alone.
+method, so that no cache layout is ours. A document that a process has not read yet is read and written in a thread,
+beside the steps of other requests. One that cannot be had is promised and reported as not loaded, which ends that
+request alone.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 log = logging.getLogger("vllm.restorekv")
@@ -35,7 +40,10 @@ LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Load:
-    """The positions `first` to `end` - 1 of a document go to a request's blocks; without one, `problem` says why."""
+    """The positions `first` to `end` - 1 of a document go to a request's blocks; without one, `problem` says why.
+
+    `beside` says that the request waits for it, while steps of other requests go on.
+    """
 
     request: str
     document: Document | None
@@ -43,6 +51,11 @@ class Load:
     first: int
     end: int
     blocks: tuple[int, ...]
+    beside: bool = False
+
+    def touched(self, block_size: int) -> set[int]:
+        """Returns the blocks that the load writes to."""
+        return set(self.blocks[self.first // block_size : -(-self.end // block_size)])
 
 
 @dataclass
@@ -74,7 +87,11 @@ class RestoreKVConnector(KVConnectorBase_V1):
         self.block_size = vllm_config.cache_config.block_size
         self.found: dict[str, tuple[Document | None, str]] = {}  # by request
         self.pending: dict[str, Load] = {}
+        self.awaited: dict[str, Document] = {}  # by request: what workers read for the first time
+        self.read: set[str] = set()  # documents that workers have read
         self.failed: set[int] = set()
+        self.reader = ThreadPoolExecutor(1, "restorekv-reader")
+        self.reading: dict[str, Future] = {}  # by request
 
     # The scheduler's half.
 
@@ -88,8 +105,8 @@ class RestoreKVConnector(KVConnectorBase_V1):
         if document is None and not problem:
             return 0, False
         self.found[request.request_id] = document, problem
-        tokens = len(document.ids) if document else len(ids) - 1
-        return max(tokens - num_computed_tokens, 0), False
+        tokens = max((len(document.ids) if document else len(ids) - 1) - num_computed_tokens, 0)
+        return tokens, bool(tokens and document and document.name not in self.read)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Remembers which blocks the document goes to."""
@@ -97,8 +114,15 @@ class RestoreKVConnector(KVConnectorBase_V1):
         if num_external_tokens > 0:
             end = len(document.ids) if document else len(request.prompt_token_ids) - 1
             ids = tuple(blocks.get_block_ids()[0])
-            first = end - num_external_tokens
-            self.pending[request.request_id] = Load(request.request_id, document, problem, first, end, ids)
+            first, beside = end - num_external_tokens, bool(document and document.name not in self.read)
+            self.pending[request.request_id] = Load(request.request_id, document, problem, first, end, ids, beside)
+            if beside:
+                self.awaited[request.request_id] = document
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Learns which documents the workers have read; a later request gets them with its first step."""
+        done = connector_output.finished_recving or ()
+        self.read |= {self.awaited.pop(name).name for name in done if name in self.awaited}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Loads:
         loads, self.pending = Loads(list(self.pending.values())), {}
@@ -111,24 +135,46 @@ class RestoreKVConnector(KVConnectorBase_V1):
     # The worker's half.
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Writes this step's documents into vLLM's cache."""
+        """Writes this step's documents into vLLM's cache, and begins with those that requests wait for."""
         loads = self._get_connector_metadata().loads
         layers = attention_layers(forward_context) if loads else {}
         for load in loads:
-            try:
-                if load.document is None:
-                    raise RestoreKVError(load.problem)
+            if load.beside:
+                self.reading[load.request] = self.reader.submit(self.load, load, layers, after(layers))
+            else:
+                self.failed |= self.load(load, layers)
+
+    @torch.inference_mode()
+    def load(self, load: Load, layers: dict[int, Any], stream: torch.cuda.Stream | None = None) -> set[int]:
+        """Writes a document; returns the blocks that lack it because it cannot be had."""
+        try:
+            if load.document is None:
+                raise RestoreKVError(load.problem)
+            with on(stream):
                 write(load, *self.store.pairs(load.document), layers, self.block_size)
-            except RestoreKVError as error:
-                log.error("Request %s ends: %s", load.request, error)
-                self.failed |= set(load.blocks[load.first // self.block_size : -(-load.end // self.block_size)])
+        except Exception as error:  # in a thread it would be lost, and the request would wait for ever
+            log.error("Request %s ends: %s", load.request, error, exc_info=not isinstance(error, RestoreKVError))
+            return load.touched(self.block_size)
+        return set()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str]]:
+        """Returns the requests that need not wait any more."""
+        done = {name: future for name, future in self.reading.items() if future.done()}
+        for name, future in done.items():
+            self.failed |= future.result()
+            del self.reading[name]
+        return None, set(done)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self.failed = self.failed, set()
         return failed
 
+    def shutdown(self) -> None:
+        """Ends the thread that reads."""
+        self.reader.shutdown(cancel_futures=True)
+
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing: documents are there when start_load_kv returns."""
+        """Does nothing: what this step reads is there when start_load_kv returns."""
 
     def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing: documents are made by restorekv, never by vLLM."""
@@ -158,6 +204,30 @@ def attention_layers(forward_context: ForwardContext) -> dict[int, Any]:
     return found
 
 
+def after(layers: dict[int, Any]) -> torch.cuda.Stream | None:
+    """Returns a stream of the layers' GPU that begins where the engine's is now; None on a CPU."""
+    device = cache_of(next(iter(layers.values()))).device if layers else None
+    if device is None or device.type != "cuda":
+        return None
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream
+
+
+@contextmanager
+def on(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Runs the block on a stream, if one is given, and waits for its end."""
+    with torch.cuda.stream(stream):
+        yield
+    if stream:
+        stream.synchronize()
+
+
+def cache_of(layer: Any) -> torch.Tensor:
+    """Returns the pages of a layer."""
+    return layer.kv_cache[0] if isinstance(layer.kv_cache, list) else layer.kv_cache
+
+
 def write(load: Load, keys: torch.Tensor, values: torch.Tensor, layers: dict[int, Any], block_size: int) -> None:
     """Writes keys and values (L, H, m, D) of the load's positions; a rank takes the heads that its layers have."""
     if not set(layers) <= set(range(len(keys))) or len(layers) == 0:
@@ -166,7 +236,7 @@ def write(load: Load, keys: torch.Tensor, values: torch.Tensor, layers: dict[int
     positions = torch.arange(load.first, load.end)
     slots = torch.tensor(load.blocks)[positions // block_size] * block_size + positions % block_size
     for number, layer in layers.items():
-        cache = layer.kv_cache[0] if isinstance(layer.kv_cache, list) else layer.kv_cache
+        cache = cache_of(layer)
         heads = heads_of(rank, ranks, keys.shape[1], layer.num_kv_heads)
         pair = (x[number, heads, load.first : load.end].transpose(0, 1).contiguous() for x in (keys, values))
         layer.impl.do_kv_cache_update(layer, *(x.to(cache.device) for x in pair), cache, slots.to(cache.device))
