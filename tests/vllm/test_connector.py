@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from restorekv.compression.chat import conversation_ids
 from restorekv.errors import RestoreKVError
 from restorekv.vllm import chat, prompt, transfer_config
 from tests.helpers.models import VOCABULARY
@@ -212,6 +213,20 @@ def test_a_chat_request_carries_ids_and_the_name(connector):
     schedule(scheduler, connector.request(text, **params), 0, [1, 2], False)
     [refused] = scheduler.build_connector_meta(None).loads
     assert refused.document is None and "does not begin with placeholders" in refused.problem
+
+
+def test_earlier_turns_stand_before_the_question(connector):
+    """As in the conversation that the library holds over the same document."""
+    document, tokenizer = connector.documents[0], connector.tokenizer
+    turns = [("Which code?", "Seven."), ("Who lives there?", "Nobody.")]
+    ids = prompt(document, QUESTION, tokenizer, "It", turns)
+    assert ids[: document.tokens] == document.ids.tolist()
+    asked = conversation_ids(tokenizer, document.context, turns, QUESTION)
+    assert ids[document.tokens :] == [*asked.tolist(), *tokenizer.encode("It", add_special_tokens=False)]
+    body = chat(document, QUESTION, tokenizer, turns=turns)
+    assert [each["role"] for each in body["messages"]] == ["user", "assistant"] * 2 + ["user"]
+    assert body["kv_transfer_params"]["prompt_token_ids"] == prompt(document, QUESTION, tokenizer, turns=turns)
+    assert prompt(document, QUESTION, tokenizer) == document.inputs(tokenizer, QUESTION)["input_ids"][0].tolist()
 
 
 def test_what_cannot_work_is_said_at_the_start(connector, caplog):

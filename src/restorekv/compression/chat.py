@@ -240,14 +240,15 @@ class Chat:
 
 
 def conversation_ids(
-    tokenizer: Tokenizer, context: Context, turns: Sequence[tuple[str, str]], question: str, system: str = ""
-) -> Tensor:
-    """Returns what follows the context (q,): earlier turns, as questions and answers, and the question.
+    tokenizer: Tokenizer, context: Context, turns: Sequence[tuple[str, str]], question: str, system: str = "",
+    answer_prefix: str = "",
+) -> Tensor:  # fmt: skip
+    """Returns what follows the context (q,): earlier turns, as questions and answers, the question, an answer's start.
 
     `system` stands between the context and the first question, as in `Chat`.
     """
     ids, before = [], ""
-    for number, (asked, answered) in enumerate([*turns, (question, "")]):
+    for number, (asked, answered) in enumerate([*turns, (question, answer_prefix)]):
         if not asked.strip():
             raise RestoreKVError("A question is empty; ask something.")
         if not number:

@@ -4,11 +4,14 @@ Start vLLM with the dictionary that `transfer_config` returns; a document is a f
 folder, and a request names it by beginning with its placeholders.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv.compression.chat import conversation_ids
 from restorekv.compression.portable import Portable, load_portable
 
 
@@ -28,24 +31,32 @@ def transfer_config(store: str | Path, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def prompt(document: str | Path | Portable, question: str, tokenizer: Tokenizer, answer_prefix: str = "") -> list[int]:
-    """Returns the token ids that ask a document: its placeholders, the question, and the template's end.
+def prompt(
+    document: str | Path | Portable, question: str, tokenizer: Tokenizer, answer_prefix: str = "",
+    turns: Sequence[tuple[str, str]] = (),
+) -> list[int]:  # fmt: skip
+    """Returns the token ids that ask a document: its placeholders, earlier turns as (question, answer), the question.
 
     vLLM takes them as {"prompt_token_ids": ids}, its completions API as `prompt`.
     """
     portable = document if isinstance(document, Portable) else load_portable(document)
-    return portable.inputs(tokenizer, question, answer_prefix)["input_ids"][0].tolist()
+    asked = conversation_ids(tokenizer, portable.context, turns, question, answer_prefix=answer_prefix)
+    return torch.cat([portable.ids, asked]).tolist()
 
 
-def chat(document: str | Path | Portable, question: str, tokenizer: Tokenizer, answer_prefix: str = "") -> dict:
+def chat(
+    document: str | Path | Portable, question: str, tokenizer: Tokenizer, answer_prefix: str = "",
+    turns: Sequence[tuple[str, str]] = (),
+) -> dict[str, Any]:  # fmt: skip
     """Returns `messages` and `kv_transfer_params` of a request to /v1/chat/completions that asks a document.
 
     vLLM 0.31 and later take the prompt's ids from `kv_transfer_params` and leave the messages unread. A version that
     does not know these ids ends the request with an error, because it names a document that its prompt lacks.
     """
     portable = document if isinstance(document, Portable) else load_portable(document)
-    ids = prompt(portable, question, tokenizer, answer_prefix)
+    ids = prompt(portable, question, tokenizer, answer_prefix, turns)
+    said = [(role, text) for turn in turns for role, text in zip(("user", "assistant"), turn, strict=True)]
     return {
-        "messages": [{"role": "user", "content": question}],
+        "messages": [{"role": role, "content": text} for role, text in [*said, ("user", question)]],
         "kv_transfer_params": {"prompt_token_ids": ids, "document": portable.name},
     }
