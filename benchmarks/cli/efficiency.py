@@ -9,7 +9,7 @@ from rich.markup import escape
 from benchmarks.efficiency import SCORERS, CostOptions, measure
 from benchmarks.efficiency_page import write
 from restorekv.cli import options
-from restorekv.cli.session import bar, output, phase, quiet
+from restorekv.cli.session import bar, notes, output, quiet
 from restorekv.compression.eviction import make_compressor
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import RestoreKVError
@@ -47,7 +47,7 @@ def run(
             if not make_compressor(name).restores:
                 raise RestoreKVError(f"{name} is not an evictor, so it has no scores to measure; name one.")
         quiet()
-        with phase(f"loading {model}"):
+        with notes.status(f"loading {model}"):
             loaded, tokenizer = opened_model(model, dtype, device, rules.name)
         with bar("measuring time and memory", lines=True) as update:
             paths.append(measure(loaded, tokenizer, out, settings, conventions, label, update))

@@ -1,7 +1,8 @@
 """The command line `restorekv COMMAND`: names the commands and imports the one that runs.
 
-PyTorch takes seconds to import, so a command's module is imported only when that command runs. Each module has a
-function `run` whose signature is the command's arguments, or a group `app` of such commands.
+PyTorch takes seconds to import, so a command's module is imported only when that command runs. The signature of its
+function is the command's arguments: of `run`, unless the table names another behind a colon. A module with a group of
+commands calls the group `app`.
 """
 
 import importlib
@@ -28,20 +29,24 @@ COMMANDS: dict[str, tuple[str, ...]] = {  # name: module, help, panel of `restor
     "compress": ("restorekv.cli.compress", "Compress a text into a small cache file.", USE),
     "ask": ("restorekv.cli.ask", "Answer questions from a cache file.", USE),
     "chat": ("restorekv.cli.chat", "Talk about a cache file in the terminal.", USE),
-    "append": ("restorekv.cli.append", "Put a text behind a cache file, without the text that it was made of.", USE),
-    "compose": ("restorekv.cli.compose", "Make one cache file of several.", USE),
+    "append": (
+        "restorekv.cli.cache_files:append",
+        "Put a text behind a cache file, without the text that it was made of.",
+        USE,
+    ),
+    "compose": ("restorekv.cli.cache_files:compose", "Make one cache file of several.", USE),
     "serve": ("restorekv.cli.serve", "Serve OpenAI's API over documents that stay compressed.", USE),
     "inspect": ("restorekv.cli.inspect", "Show which tokens a cache file keeps, and in which heads.", USE),
-    "export": ("restorekv.cli.export", "Turn a cache file into a plain prefix for other engines.", USE),
+    "export": ("restorekv.cli.cache_files:export", "Turn a cache file into a plain prefix for other engines.", USE),
     "verify": ("restorekv.cli.verify", "Say of files whether they can be trusted to load, and what they are.", USE),
     "demo": ("restorekv.cli.demo", "Compare a full cache with small ones on SmolLM2 and short stories.", USE),
     "eval": ("restorekv.cli.eval", "Score evictors on benchmarks, with and without restoring.", MEASURE),
-    "report": ("restorekv.cli.report", "Write the results of a folder as one page of tables and charts.", MEASURE),
+    "report": ("restorekv.cli.eval:report", "Write the results of a folder as one page of tables and charts.", MEASURE),
     "analyze": ("restorekv.cli.analyze", "Show what eviction changes in attention and predictions.", MEASURE),
     "data": ("restorekv.cli.data", "Build or show training data: documents, questions, the model's answers.", TRAIN),
     "train": ("restorekv.cli.train", "Train a restore adapter by self-distillation.", TRAIN),
-    "train-gate": ("restorekv.cli.train_gate", "Train a learned scorer for the evictors fastkvzip and kvzap.", TRAIN),
-    "convert-gate": ("restorekv.cli.convert_gate", "Convert a published gate of Fast KVzip or KVzap.", TRAIN),
+    "train-gate": ("restorekv.cli.gate:train", "Train a learned scorer for the evictors fastkvzip and kvzap.", TRAIN),
+    "convert-gate": ("restorekv.cli.gate:convert", "Convert a published gate of Fast KVzip or KVzap.", TRAIN),
     "push": ("restorekv.cli.push", "Publish a restore adapter on the Hugging Face Hub.", TRAIN),
 }
 ALIASES = {"analyse": "analyze"}
@@ -63,12 +68,13 @@ class Commands(TyperGroup):
 
 
 def load(path: str, line: str, name: str) -> TyperCommand:
-    """Imports a command; its flags come from the signature of its module's `run`, or from the group `app`."""
-    module = importlib.import_module(path)
+    """Imports a command; its flags come from the signature of its function, or from the group `app`."""
+    place, _, function = path.partition(":")
+    module = importlib.import_module(place)
     if hasattr(module, "app"):
         return typer.main.get_command(module.app)
     single = typer.Typer(add_completion=False)
-    single.command(name, help=line)(module.run)
+    single.command(name, help=line)(getattr(module, function or "run"))
     return typer.main.get_command(single)
 
 

@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from restorekv import tasks
 from restorekv.cli import options
-from restorekv.cli.session import bar, notes, output, phase, quiet
+from restorekv.cli.session import bar, notes, output, quiet
 from restorekv.compression.budget import exact_ratio
 from restorekv.compression.eviction import load_adapter, make_compressor
 from restorekv.compression.prepared import CompressionConfig
@@ -53,7 +53,7 @@ def run(
     if out.exists() and not out.is_dir():
         raise RestoreKVError(f"{out} is a file; give a folder.")
     quiet()
-    with phase(f"loading {model}"):
+    with notes.status(f"loading {model}"):
         loaded, tokenizer = opened_model(model, dtype, device, rules.name)
     eviction = make_compressor(name, conventions)
     adapter = load_adapter(loaded, "auto" if source == SHIPPED else source, eviction, restore_tokens)

@@ -9,10 +9,10 @@ import typer
 from rich.text import Text
 
 from restorekv.cli import options
-from restorekv.cli.session import open_documents, output, phase
+from restorekv.cli.session import notes, open_documents, output
 from restorekv.compression.several import ask_many
 from restorekv.errors import RestoreKVError
-from restorekv.files import check_target, write_json
+from restorekv.files import write_json
 from restorekv.seal import read_key
 
 
@@ -25,7 +25,7 @@ def run(
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
     sign_key: options.SignKey = None,
-    json: Annotated[Path | None, typer.Option(help="Write questions and answers here, for programs.")] = None,
+    json: Annotated[Path | None, options.target("Write questions and answers here, for programs.")] = None,
     **sampling: object,
 ) -> None:
     files = [file, *map(Path, takewhile(lambda word: word.endswith(".rkv"), questions))]
@@ -36,8 +36,6 @@ def run(
         raise RestoreKVError("A question is empty; ask something.")
     if max_new_tokens < 1:
         raise RestoreKVError(f"--max-new-tokens is a number of at least 1, not {max_new_tokens}.")
-    if json:
-        check_target(json)
     decoding = options.Sampling(**sampling).decoding()
     compressed = open_documents(files, model, dtype, device, read_key(sign_key))
     start = time.perf_counter()
@@ -47,7 +45,7 @@ def run(
             print(piece, end="", flush=True)
         print()
         return
-    with phase(f"answering {len(rows)} questions"):
+    with notes.status(f"answering {len(rows)} questions"):
         by_file = ask_many([(each, questions) for each in compressed], max_new_tokens, **decoding)
     answers = list(chain.from_iterable(by_file))
     if json:  # before anything is printed, since whoever reads that may go away

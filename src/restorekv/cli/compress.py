@@ -6,24 +6,23 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from restorekv.cache.quantized import check as check_storage
 from restorekv.cli import options
-from restorekv.cli.session import figures_table, method_of, notes, open_model, output, read_text
+from restorekv.cli.session import method_of, notes, open_model, print_figures, read_text
 from restorekv.compression.budget import exact_ratio
 from restorekv.compression.compressor import chosen_evictor, compress
 from restorekv.compression.context import CompressedContext, size
 from restorekv.compression.eviction import make_compressor
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import BudgetError
-from restorekv.files import check_target, write_json
+from restorekv.files import write_json
 from restorekv.seal import read_key
 
 
 def run(
     file: Annotated[str, typer.Argument(help="A UTF-8 text, or - for stdin.")],
-    out: Annotated[Path, typer.Option("--output", "-o", help="The cache file to write.")],
+    out: options.CacheFile,
     ratio: Annotated[
         str | None, typer.Option(help="Share of the KV pairs to hold, in (0, 1]; 0.1 unless given.")
     ] = None,
@@ -47,12 +46,10 @@ def run(
     sign_key: options.SignKey = None,
     max_context: options.MaxContext = "refuse",
     yarn: options.Yarn = None,
-    json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
+    json: Annotated[Path | None, options.target("Write the figures here, for programs.")] = None,
 ) -> None:
     evictor = checked(ratio, tokens_per_head, evictor, preset, storage)
     make_compressor(evictor, CompressionConfig(prefix_policy, on_small_budget, allocation, restore_from, offset))
-    for target in filter(None, (out, json)):
-        check_target(target)
     key = read_key(sign_key)
     text = read_text(file)
     loaded, tokenizer = open_model(model, dtype, device, yarn)
@@ -70,7 +67,7 @@ def run(
         compressed.save(out, key)
     if json:
         write_json(json, {"file": str(out), "file_bytes": out.stat().st_size, **compressed.manifest.described()})
-    output.print(figures_table(f"Wrote {escape(str(out))}", summary(compressed, out, seconds)))
+    print_figures(f"Wrote {out}", summary(compressed, out, seconds))
 
 
 def checked(

@@ -15,7 +15,7 @@ from restorekv.data.manifest import check_folder, read_manifest
 from restorekv.data.mixture import read_mixture
 from restorekv.data.table import data_table, figures, left_out
 from restorekv.errors import RestoreKVError
-from restorekv.files import check_target, write_json
+from restorekv.files import write_json
 
 app = typer.Typer(add_completion=False, help="Build the training mixture, with the teacher's answers, or show one.")
 
@@ -55,12 +55,10 @@ def run(
 @app.command("show")
 def show(
     folder: Annotated[Path, typer.Argument(help="Folder of the data.")],
-    json: Annotated[Path | None, typer.Option(help="Write the figures and the manifest here.")] = None,
+    json: Annotated[Path | None, options.target("Write the figures and the manifest here.")] = None,
 ) -> None:
     """Print the table of the paper's appendix for this data, next to the paper's numbers."""
     read_manifest(folder)
-    if json:
-        check_target(json)
     rows, manifest = print_tables(folder)
     if json:
         write_json(json, {"rows": rows, "manifest": manifest})

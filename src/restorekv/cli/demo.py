@@ -10,14 +10,14 @@ import typer
 
 from restorekv import tasks
 from restorekv.cli import options
-from restorekv.cli.session import output, phase, quiet, shares
+from restorekv.cli.session import notes, output, quiet, shares
 from restorekv.evaluation.demo import Show, answers_table, document, seconds_table, show_for, side_by_side
 from restorekv.evaluation.grid import SHIPPED, Grid
 from restorekv.evaluation.report.build import terminal
 from restorekv.evaluation.rows import payload
 from restorekv.evaluation.run import run as run_grid
 from restorekv.evaluation.worker import opened_model
-from restorekv.files import check_target, write_json
+from restorekv.files import write_json
 from restorekv.model.load import SMOLLM2, canonical
 
 COMMON = {"prefix_policy": "free"}  # as the shipped adapters were trained
@@ -26,14 +26,12 @@ COMMON = {"prefix_policy": "free"}  # as the shipped adapters were trained
 def run(
     model: options.Model = SMOLLM2,
     count: Annotated[int | None, typer.Option(min=1, help="Held-out documents; else the model's own number.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write rows and conventions here.")] = None,
+    json: Annotated[Path | None, options.target("Write rows and conventions here.")] = None,
 ) -> None:
-    if json:
-        check_target(json)
     start, model = time.perf_counter(), canonical(model)
     show = show_for(model)
     quiet()
-    with phase(f"loading {model}"):
+    with notes.status(f"loading {model}"):
         loaded, tokenizer = opened_model(model, "auto", "cpu", "kvpress")  # stays open for the grid's cells
     sample = document(model, tokenizer)
     tokens, answers = side_by_side(loaded, tokenizer, sample, dict.fromkeys(show.evictors, "auto"), show.shown)

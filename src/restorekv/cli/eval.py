@@ -1,22 +1,26 @@
-"""`restorekv eval`: evaluates evictors, with and without restoring, over a grid of models, benchmarks and ratios."""
+"""`restorekv eval`: evaluates evictors, with and without restoring, over a grid of models, benchmarks and ratios.
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+`restorekv report` makes one page of tables and charts from the results.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from restorekv.cli import options
 from restorekv.cli.session import notes, output, quiet, shares
 from restorekv.evaluation.grid import Grid, parse_method
 from restorekv.evaluation.kvpress_layout import export
 from restorekv.evaluation.protocols import PROTOCOLS
-from restorekv.evaluation.report.build import terminal
+from restorekv.evaluation.ray_pool import RayPool
+from restorekv.evaluation.report import build
 from restorekv.evaluation.rows import payload
 from restorekv.evaluation.run import LocalPool, WorkerPool, check
 from restorekv.evaluation.run import run as run_grid
-from restorekv.files import check_target, write_json
+from restorekv.files import write_json
 from restorekv.tasks import BENCHMARKS
 
 BENCHMARK_HELP = f"{', '.join(BENCHMARKS)}; with settings as in ruler:length=8192,tasks=vt+cwe. Repeatable."
@@ -49,7 +53,7 @@ def run(
     dtype: options.Dtype = "auto",
     ray: Annotated[str | None, typer.Option(help="Spread the work over Ray: local, auto or an address.")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Number of Ray workers.")] = 2,
-    json: Annotated[Path | None, typer.Option(help="Also write rows, conventions and every answer here.")] = None,
+    json: Annotated[Path | None, options.target("Also write rows, conventions and every answer here.")] = None,
 ) -> None:
     common = {
         "prefix_policy": prefix_policy, "on_small_budget": on_small_budget, "allocation": allocation,
@@ -59,26 +63,24 @@ def run(
     methods = [parse_method(each) for each in evictor]
     cells = Grid(model, methods, benchmark, protocol, ratio, seed or (), count, storage, common).cells()
     check(cells)
-    if json:
-        check_target(json)
     quiet()
     with shares("evaluating") as update, open_pool(ray, workers, device) as pool:
         results = run_grid(cells, out, pool, lambda progress: update(progress.what, progress.share))
     export(out)
     if json:
         write_json(json, payload(results))
-    for table in terminal(results):
+    for table in build.terminal(results):
         output.print(table)
     notes.print(f"{out}: {len(results)} cells; to make a page of them: restorekv report {out}", highlight=False)
 
 
-@contextmanager
-def open_pool(ray: str | None, workers: int, device: str) -> Iterator[WorkerPool]:
-    """Yields this process, or a Ray cluster that ends with the block."""
-    if ray is None:
-        yield LocalPool(device)
-        return
-    from restorekv.evaluation.ray_pool import RayPool  # Ray is an optional extra
+def open_pool(ray: str | None, workers: int, device: str) -> AbstractContextManager[WorkerPool]:
+    """Returns this process, or a Ray cluster that ends with the block."""
+    return nullcontext(LocalPool(device)) if ray is None else RayPool(workers, ray, device)
 
-    with RayPool(workers, ray, device) as pool:
-        yield pool
+
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that eval --out or analyze --out wrote.")],
+    out: Annotated[Path | None, typer.Option(help="The folder of the page; DIR/report unless given.")] = None,
+) -> None:
+    output.print(f"Wrote {escape(str(build.report(folder, out)))}", soft_wrap=True)

@@ -12,11 +12,11 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cli import options
-from restorekv.cli.session import figures_table, method_of, output
+from restorekv.cli.session import method_of, output, print_figures
 from restorekv.compression.context import size
 from restorekv.errors import ModelError
 from restorekv.evaluation.survivors import Survivors, check_format, save_plot
-from restorekv.files import check_target, write_json
+from restorekv.files import write_json
 from restorekv.model.load import BUNDLED, load_tokenizer
 from restorekv.model.prompt import template_hash
 from restorekv.seal import read_key
@@ -29,16 +29,14 @@ GONE = "·"
 
 def run(
     file: Annotated[Path, typer.Argument(help="A cache file made by compress.")],
-    plot: Annotated[Path | None, typer.Option(help="Draw the same as a picture: .png, .pdf or .svg.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the figures here, for programs.")] = None,
+    plot: Annotated[Path | None, options.target("Draw the same as a picture: .png, .pdf or .svg.")] = None,
+    json: Annotated[Path | None, options.target("Write the figures here, for programs.")] = None,
     model: Annotated[
         str | None, typer.Option(help="Whose tokenizer shows the text; the file's own unless given.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=0, help="How many tokens of the text to show.")] = 400,
     sign_key: options.SignKey = None,
 ) -> None:
-    for target in filter(None, (plot, json)):
-        check_target(target)
     if plot:
         check_format(plot)
     survivors = Survivors.of_file(file, read_key(sign_key))
@@ -47,7 +45,7 @@ def run(
         save_plot(survivors, plot, file.name)
     if json:
         write_json(json, {"file": str(file), "file_bytes": file.stat().st_size, **survivors.figures()})
-    output.print(figures_table(escape(str(file)), facts(survivors)))
+    print_figures(str(file), facts(survivors))
     output.print(heads(survivors))
     output.print(positions(survivors))
     if tokenizer is None:

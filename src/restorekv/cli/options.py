@@ -15,8 +15,22 @@ from restorekv.compression.compressor import DEFAULT
 from restorekv.compression.eviction import METHODS
 from restorekv.compression.sampling import Decoding
 from restorekv.evictors import EVICTORS
-from restorekv.files import read_json
+from restorekv.files import check_target, read_json
 
+
+def writable(path: Path | None) -> Path | None:
+    """Refuses a file that cannot be written, before hours of work go into its contents."""
+    if path is not None:
+        check_target(path)
+    return path
+
+
+def target(help: str, *names: str) -> Any:
+    """Returns an option that names a file to write, which is checked when the command is read."""
+    return typer.Option(*names, help=help, callback=writable)
+
+
+CacheFile = Annotated[Path, target("The cache file to write.", "--output", "-o")]
 EVICTOR_HELP = f"{', '.join((*EVICTORS, *METHODS))}; with settings as in snapkv:window=64,kernel=5."
 
 Evictor = Annotated[str | None, typer.Option(help=f"{DEFAULT} unless a preset or an evictor is named. {EVICTOR_HELP}")]

@@ -8,7 +8,7 @@ import torch
 import typer
 from rich.markup import escape
 
-from restorekv.cli.session import output, phase
+from restorekv.cli.session import notes, output
 from restorekv.errors import AdapterError
 from restorekv.model.load import DTYPES, check_dtype
 from restorekv.restore import adapter_file, model_card, publish
@@ -52,6 +52,6 @@ def run(
     if dry_run:
         typer.echo(publish.prepare(repo, stored, license, readme)[1], nl=False)
         return
-    with phase(f"publishing {repo}"):
+    with notes.status(f"publishing {repo}"):
         address = publish.push(repo, stored, private=private, license=license, readme=readme, commit_message=message)
     output.print(f"Published {escape(address)}")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from transformers import PreTrainedModel, logging
@@ -50,7 +51,7 @@ def open_model(
     """Calls `load_model` without the remarks that transformers prints."""
     check_dtype(dtype)
     quiet()
-    with phase(f"loading {name}"):
+    with notes.status(f"loading {name}"):
         return load_model(name, dtype, device, rope)
 
 
@@ -122,21 +123,11 @@ def method_of(m: Manifest) -> str:
     return ", ".join(facts)
 
 
-@contextmanager
-def phase(name: str) -> Iterator[None]:
-    """Shows a spinner on a terminal, nothing elsewhere."""
-    if notes.is_terminal:
-        with notes.status(name):
-            yield
-    else:
-        yield
-
-
-def figures_table(title: str, rows: dict[str, str]) -> Table:
-    """Returns a table with names on the left and values on the right."""
-    table = Table(title=title, show_header=False, title_justify="left", title_style="bold")
+def print_figures(title: str, rows: dict[str, str]) -> None:
+    """Prints a table with names on the left and values on the right."""
+    table = Table(title=escape(title), show_header=False, title_justify="left", title_style="bold")
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows.items():
         table.add_row(name, value)
-    return table
+    output.print(table)

@@ -1,24 +1,29 @@
-"""`restorekv train-gate --kind fastkvzip --data bundled --out gate.safetensors`: GateConfig's fields are options."""
+"""`restorekv train-gate` and `convert-gate`: learned scorers for the evictors fastkvzip and kvzap.
+
+GateConfig's fields are options of `train-gate`.
+"""
 
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from restorekv.cli import options
-from restorekv.cli.session import bar, figures_table, open_model, output
+from restorekv.cli.session import bar, open_model, print_figures
 from restorekv.cli.train import check_lengths
 from restorekv.errors import RestoreKVError
-from restorekv.files import check_target
+from restorekv.evictors import gate_file
+from restorekv.evictors.published_gate import FAST_KVZIP
+from restorekv.evictors.published_gate import convert as convert_gate
+from restorekv.tasks.reading import spread
 from restorekv.tiny.suite import LONGEST, SHORTEST
 from restorekv.train.examples import bundled_examples, read_contexts
 from restorekv.train.gate import GateConfig, train_gate
 
 
 @options.options_of(GateConfig)
-def run(
-    out: Annotated[Path, typer.Option(help="The gate file to write.")],
+def train(
+    out: Annotated[Path, options.target("The gate file to write.")],
     data: Annotated[
         list[str], typer.Option(help='bundled, a mixture, or JSON lines {"context", "questions"}; repeatable.')
     ] = ("bundled",),
@@ -38,11 +43,10 @@ def run(
 ) -> None:
     config = GateConfig(**settings)
     check_lengths(shortest, longest)
-    check_target(out)
     folder = features or out.with_name(f"{out.name}.features")
     if folder.exists() and not folder.is_dir():
         raise RestoreKVError(f"{folder} is a file; name a folder with --features.")
-    read = evenly([text for name in data if name != "bundled" for text in read_contexts(Path(name))], count)
+    read = spread([text for name in data if name != "bundled" for text in read_contexts(Path(name))], count)
     loaded, tokenizer = open_model(model, dtype, device)
     bundled = bundled_examples(tokenizer, count, config.seed, shortest, longest) if "bundled" in data else []
     texts = [*(example.context for example in bundled), *read]
@@ -52,12 +56,19 @@ def run(
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"Interrupted; continue with --resume and the features in {folder}.") from None
     rows = {name.replace("_", " "): f"{value:.4f}" for name, value in gate.card.figures.items()}
-    output.print(
-        figures_table(f"Wrote {escape(str(out))}", {"kind": config.kind, "predicts": gate.card.target, **rows})
-    )
+    print_figures(f"Wrote {out}", {"kind": config.kind, "predicts": gate.card.target, **rows})
 
 
-def evenly(texts: list[str], count: int) -> list[str]:
-    """Returns `count` of the texts, evenly spaced, or all if there are no more."""
-    most = min(count, len(texts))
-    return [texts[index * len(texts) // most] for index in range(most)]
+def convert(
+    source: Annotated[
+        str, typer.Argument(help=f"A .pt file of Fast KVzip, a folder of KVzap, a hub id of KVzap, or {FAST_KVZIP}.")
+    ],
+    out: Annotated[Path, options.target("The gate file to write.", "--output", "-o")],
+    model: options.Model = "bundled",
+    dtype: options.Dtype = "auto",
+) -> None:
+    loaded, _ = open_model(model, dtype)
+    gate = convert_gate(source, loaded)
+    gate_file.write(out, gate)
+    rows = {"kind": gate.card.kind, "predicts": gate.card.target, "model": gate.card.model}
+    print_figures(f"Wrote {out}", rows)

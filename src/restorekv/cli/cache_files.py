@@ -1,0 +1,72 @@
+"""`restorekv append`, `compose` and `export`: cache files that are made of other cache files."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from restorekv.cli import options
+from restorekv.cli.compress import summary
+from restorekv.cli.session import notes, open_documents, open_model, print_figures, read_text, yarn_of
+from restorekv.compression.context import CompressedContext, size
+from restorekv.compression.context_file import read
+from restorekv.compression.growing import RESTORE
+from restorekv.compression.prepared import one_of
+from restorekv.compression.several import compose as compose_documents
+from restorekv.seal import read_key
+
+
+def append(
+    file: Annotated[Path, typer.Argument(help="A cache file made by compress; it stays as it is.")],
+    text: Annotated[str, typer.Argument(help="A UTF-8 text to put behind it, or - for stdin.")],
+    out: options.CacheFile,
+    restore: Annotated[
+        str, typer.Option(help="Restore tokens of earlier parts: last (replaced), every (kept as pairs) or none.")
+    ] = "last",
+    adapter: options.Adapter = "auto",
+    model: options.OtherModel = None,
+    device: options.Device = "cpu",
+    dtype: options.Dtype = "auto",
+    sign_key: options.SignKey = None,
+) -> None:
+    one_of("--restore", restore, RESTORE)
+    key, added = read_key(sign_key), read_text(text)
+    (document,) = open_documents([file], model, dtype, device, key)
+    with notes.status("appending"):
+        grown = document.append(added, restore=restore, adapter=None if adapter == "none" else adapter)
+        grown.save(out, key)
+    print_figures(f"Wrote {out}", summary(grown, out))
+
+
+def compose(
+    files: Annotated[list[Path], typer.Argument(help="Cache files of one model, in the order of their texts.")],
+    out: options.CacheFile,
+    model: options.OtherModel = None,
+    device: options.Device = "cpu",
+    dtype: options.Dtype = "auto",
+    sign_key: options.SignKey = None,
+) -> None:
+    key = read_key(sign_key)
+    whole = compose_documents(open_documents(files, model, dtype, device, key))
+    whole.save(out, key)
+    print_figures(f"Wrote {out}", summary(whole, out))
+
+
+def export(
+    file: Annotated[Path, typer.Argument(help="A cache file made by compress with --allocation per-head.")],
+    out: Annotated[Path, options.target("The portable file to write.", "--output", "-o")],
+    model: options.OtherModel = None,
+    sign_key: options.SignKey = None,
+) -> None:
+    key = read_key(sign_key)
+    stored = read(file, key)
+    manifest = stored.manifest
+    loaded, tokenizer = open_model(model or manifest.model, manifest.dtype, rope=yarn_of(manifest.rope))
+    portable = CompressedContext.load(stored, loaded, tokenizer).portable()
+    portable.save(out, key)
+    facts = {
+        "document": f"{portable.name}, T = {portable.manifest.tokens:,} tokens",
+        "prefix": f"m = {portable.tokens:,} positions, {portable.manifest.dtype}",
+        "bytes": size(portable.keys.nbytes + portable.values.nbytes),
+    }
+    print_figures(f"Wrote {out}", facts)
