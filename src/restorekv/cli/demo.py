@@ -1,26 +1,62 @@
-"""`restorekv demo`: one document and a small benchmark, answered by SmolLM2 or by the tiny bundled model."""
+"""`restorekv demo`: one document and a small benchmark, answered by SmolLM2 or by the tiny bundled model.
+
+The questions about the document are answered from the full cache and from small ones.
+"""
 
 import time
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
+import torch
 import typer
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import tasks
+from restorekv.cache.ragged import RaggedCache
 from restorekv.cli import options
 from restorekv.cli.session import notes, output, quiet, shares
-from restorekv.evaluation.demo import Show, answers_table, document, seconds_table, show_for, side_by_side
+from restorekv.compression.answers import ask
+from restorekv.compression.eviction import Eviction, load_adapter
+from restorekv.compression.prepared import ScoredContext, timed
 from restorekv.evaluation.grid import SHIPPED, Grid
 from restorekv.evaluation.report.build import terminal
 from restorekv.evaluation.rows import payload
 from restorekv.evaluation.run import run as run_grid
+from restorekv.evaluation.tables import Table, TableRow, name
 from restorekv.evaluation.worker import opened_model
 from restorekv.files import write_json
-from restorekv.model.load import SMOLLM2, canonical
+from restorekv.model.load import BUNDLED, SMOLLM2, canonical
+from restorekv.tasks.bundled import question_of
+from restorekv.tiny import suite
 
+PHASES = ("prefill", "score", "restore", "evict", "ask")
+FAMILIES = 3  # questions about the bundled world's document, each of another family
 COMMON = {"prefix_policy": "free"}  # as the shipped adapters were trained
+
+
+@dataclass(frozen=True)
+class Show:
+    """What the demo of a model shows: `count` contexts of a benchmark at `ratios`, and a document at `shown` ratios."""
+
+    benchmark: str
+    evictors: tuple[str, ...]
+    ratios: tuple[str, ...]
+    shown: tuple[float, ...]
+    count: int
+
+
+WORLD = Show("bundled", ("kvzip", "kvzip+"), ("0.4", "0.2", "0.1", "0.05"), (0.05,), 52)
+STORIES = Show("fairytaleqa:length=768,questions=4", ("kvzip",), ("0.1", "0.05"), (0.1, 0.05), 7)
+STORY = "assipattle-and-the-mester-stoorworm"  # the validation story that is shown
+
+
+def show_for(model: str) -> Show:
+    """Returns what to show: the bundled model knows only its own world, any other model reads stories."""
+    return WORLD if model == BUNDLED else STORIES
 
 
 def run(
@@ -55,3 +91,83 @@ def measure(model: str, show: Show, count: int) -> dict:
     for table in tables:
         output.print(table)
     return figures
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A cache's answers, the bytes it holds, and the seconds of every phase that led to them."""
+
+    title: str
+    nbytes: int
+    answers: list[str]
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+def document(model: str, tokenizer: Tokenizer) -> tasks.Sample:
+    if show_for(model) is WORLD:
+        drawn = suite.draw("demo 0", "mixed", 1000, 1100, suite.measure(tokenizer))
+        by_family = {question.family: question for question in drawn.questions}
+        questions = [question_of(family, each) for family, each in by_family.items()]
+        return tasks.Sample("demo", drawn.text, tuple(questions[:FAMILIES]))
+    stories = tasks.make("fairytaleqa:length=1024,questions=4").chosen(tokenizer, "kvpress")
+    return next((each for each in stories if each.id.startswith(STORY)), stories[0])
+
+
+@torch.no_grad()
+def side_by_side(
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    sample: tasks.Sample,
+    adapters: Mapping[str, str | None],
+    ratios: Sequence[float],
+) -> tuple[int, list[Answered]]:
+    """Returns the document's tokens, and the answers of the full cache and of every evictor and ratio.
+
+    `adapters` maps an evictor to its adapter; with one, the restored cache answers too.
+    """
+    answers: list[Answered] = []
+    for evictor, source in adapters.items():
+        eviction = Eviction.make(evictor)
+        adapter = load_adapter(model, source, eviction)
+        prepared = replace(eviction, adapter=adapter).prepare(model, tokenizer, sample.context)
+        for title, cache, seconds in caches(prepared, evictor, ratios, with_full=not answers):
+            questions, limits = zip(*((each.text, each.max_new_tokens) for each in sample.questions), strict=True)
+            with timed(seconds, "ask"):
+                texts = ask(model, tokenizer, prepared.context, cache, questions, limits)
+            answers.append(Answered(title, cache.nbytes, [text.strip() for text in texts], seconds))
+    return prepared.context.tokens, answers
+
+
+def caches(
+    prepared: ScoredContext, evictor: str, ratios: Sequence[float], with_full: bool
+) -> Iterator[tuple[str, RaggedCache, dict[str, float]]]:
+    """Yields title, cache and seconds at every ratio, without restoring and, where there is an adapter, with it."""
+    if with_full:
+        yield "full cache", prepared.evict(1, 0), {"prefill": prepared.seconds["prefill"]}
+    for ratio in ratios:
+        for restored in (False, True) if prepared.restore_tokens else (False,):
+            seconds = {phase: prepared.seconds[phase] for phase in ("prefill", "score", "restore")[: 2 + restored]}
+            with timed(seconds, "evict"):
+                cache = prepared.evict(ratio, None if restored else 0)
+            yield f"{name(evictor, restored)}, r = {ratio:g}", cache, seconds
+
+
+def answers_table(sample: tasks.Sample, tokens: int, found: Sequence[Answered]) -> Table:
+    """Returns a block for each question: the reference answers, then every cache's answer with the bytes it holds."""
+    rows = []
+    for number, question in enumerate(sample.questions):
+        asked = question.text.removeprefix("\n\n").removeprefix("Question: ").removesuffix("\nAnswer:")
+        true = str(question.facts.get("target", "")) or " / ".join(dict.fromkeys(question.answers))
+        rows += [TableRow(["question", "", asked], strong=True, rule=number > 0), TableRow(["true", "", true])]
+        rows += [TableRow([each.title, f"{each.nbytes:,}", " ".join(each.answers[number].split())]) for each in found]
+    return Table("answers", f"One document of {tokens} tokens", ["cache", "bytes held", "answer"], rows, left=(0, 2))
+
+
+def seconds_table(found: Sequence[Answered]) -> Table:
+    phases = [phase for phase in PHASES if any(phase in each.seconds for each in found)]
+    rows = [
+        [each.title, *(f"{each.seconds[phase]:.2f}" if phase in each.seconds else "" for phase in phases)]
+        for each in found
+    ]
+    note = "prefill and score serve every ratio; ask: all questions"
+    return Table("seconds", "Seconds of each phase", ["cache", *phases], rows, note)

@@ -6,8 +6,7 @@ from rich.console import Console
 
 from restorekv.cli import demo as cli_demo
 from restorekv.cli import session
-from restorekv.evaluation import worker
-from restorekv.evaluation.demo import (
+from restorekv.cli.demo import (
     STORIES,
     STORY,
     WORLD,
@@ -19,6 +18,7 @@ from restorekv.evaluation.demo import (
     show_for,
     side_by_side,
 )
+from restorekv.evaluation import worker
 from restorekv.model.load import load_tokenizer
 from restorekv.tasks import Question, Sample
 from tests.helpers.cli_world import cli
