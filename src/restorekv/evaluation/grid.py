@@ -62,6 +62,11 @@ class Cell:
         return self.adapter is not None
 
     @property
+    def base(self) -> Self:
+        """The same evictor at the same ratio without restoring."""
+        return replace(self, adapter=None, restore_tokens=None, restore_from="full")
+
+    @property
     def value(self) -> float:
         return float(exact_ratio(self.ratio))
 
@@ -135,7 +140,7 @@ class Grid:
             for storage, (spec, source), ratio in product(self.storages, self.methods, ratios):
                 evictor = make_compressor(spec).spec
                 fields = {**where, **self.common, "evictor": evictor, "ratio": ratio, "storage": storage}
-                yield Cell(**{**fields, "restore_tokens": None, "restore_from": "full"})
+                yield Cell(**fields).base
                 adapter = self.shipped(model, evictor) if source == SHIPPED else source
                 if adapter is not None:
                     yield Cell(**fields, adapter=adapter)

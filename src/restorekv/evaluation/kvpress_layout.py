@@ -34,8 +34,8 @@ from restorekv.evaluation.grid import FULL, Cell, grouped
 from restorekv.evaluation.results import Result, load
 from restorekv.files import replacing, sweep, write_json
 from restorekv.tasks.longbench import LongBench
-from restorekv.tasks.ruler import Ruler
 from restorekv.tasks.ruler.benchmark import HUB as RULER_ROWS
+from restorekv.tasks.ruler.benchmark import Ruler
 
 FOLDER, OURS, CONFIG = "kvpress", "restorekv.json", "config.yaml"
 PRESSES = {

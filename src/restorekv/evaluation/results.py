@@ -158,12 +158,11 @@ def differences(before: dict, now: dict) -> str:
 
 
 def read(path: Path) -> Result:
+    file = path / CELL
     try:
-        stored = checked(
-            path / CELL, read_bytes(path / CELL, str(path / CELL)), {"cell": dict[str, Any], "facts": FACTS}
-        )
+        stored = checked(file, read_bytes(file, str(file)), {"cell": dict[str, Any], "facts": FACTS})
         known = {key: hint for key, hint in CONVENTIONS.items() if key in stored["facts"]}  # older cells lack some
-        require(path / CELL, stored["facts"], known)
+        require(file, stored["facts"], known)
         return Result(path, Cell.from_dict(stored["cell"]), stored["facts"])
     except (ValueError, KeyError, TypeError) as error:
         raise RestoreKVError(f"{path} holds no cell of restorekv ({first_sentence(error)}); remove it.") from error

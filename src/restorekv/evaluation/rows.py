@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
 
@@ -155,7 +155,7 @@ def rows(results: Sequence[Result]) -> list[dict]:
     """Returns a row for every finished cell, in their order. Scores are in points; pairs and bytes are means."""
     done = {result.cell: result for result in results if result.done}
     full = {cell.question_set: result for cell, result in reversed(done.items()) if cell.evictor == FULL}
-    return [row(result, done.get(base_of(cell)), full.get(cell.question_set)) for cell, result in done.items()]
+    return [row(result, done.get(cell.base), full.get(cell.question_set)) for cell, result in done.items()]
 
 
 def row(result: Result, base: Result | None, full: Result | None) -> dict:
@@ -180,11 +180,6 @@ def row(result: Result, base: Result | None, full: Result | None) -> dict:
         "tasks": {task: each["score"] for task, each in figures["tasks"].items()}, "left_out": list(left_out),
         "groups": {name: pool.score(members, of_base) for name, members in pool.groups.items()}, **recovered,
     }  # fmt: skip
-
-
-def base_of(cell: Cell) -> Cell:
-    """Returns the same evictor at the same ratio without restoring."""
-    return replace(cell, adapter=None, restore_tokens=None, restore_from="full")
 
 
 def label(cell: Cell) -> str:

@@ -9,7 +9,7 @@ from restorekv.tasks.lettered import LongHealth, Quality
 from restorekv.tasks.longbench import LongBench
 from restorekv.tasks.needle import Needle
 from restorekv.tasks.qasper import Qasper
-from restorekv.tasks.ruler import Ruler
+from restorekv.tasks.ruler.benchmark import Ruler
 from restorekv.tasks.scbench import SCBench
 from restorekv.tasks.squad import HotpotQA, XQuAD
 

@@ -37,7 +37,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Journal:
-    """The files of one analysis: `path` without its ending, and the settings that its lines were made under."""
+    """The lines of one analysis in `path`, and the settings that they were made under."""
 
     what: str
     label: str
@@ -48,27 +48,20 @@ class Journal:
     def open(cls, what: str, label: str, folder: Path, settings: dict) -> Self:
         """Begins the journal, or continues one of the same settings, also under the analysis's earlier name."""
         names = [what, *(old for old, new in RENAMED.items() if new == what)]
-        paths = [folder / f"{name}-{label}" for name in names]
-        started = [path for path in paths if path.with_name(f"{path.name}.jsonl").exists()]
-        journal = cls(what, label, (started or paths)[0], settings)
-        lines = list(complete_lines(journal.lines_path))
+        paths = [folder / f"{name}-{label}.jsonl" for name in names]
+        path = next((path for path in paths if path.exists()), paths[0])
+        lines = list(complete_lines(path))
         if not lines:
-            append_line(journal.lines_path, {"settings": settings})
+            append_line(path, {"settings": settings})
         elif changes := differences(lines[0].get("settings", {}), settings):
-            raise RestoreKVError(
-                f"{journal.lines_path} was made with {changes}; give another --out or --label, or remove it."
-            )
-        return journal
-
-    @property
-    def lines_path(self) -> Path:
-        return self.path.with_name(f"{self.path.name}.jsonl")
+            raise RestoreKVError(f"{path} was made with {changes}; give another --out or --label, or remove it.")
+        return cls(what, label, path, settings)
 
     def lines(self) -> dict[str, dict]:
-        return {line["document"]: line for line in list(complete_lines(self.lines_path))[1:]}
+        return {line["document"]: line for line in list(complete_lines(self.path))[1:]}
 
     def add(self, sample: Sample, figures: dict) -> None:
-        append_line(self.lines_path, {"document": sample.id, "questions": len(sample.questions), "figures": figures})
+        append_line(self.path, {"document": sample.id, "questions": len(sample.questions), "figures": figures})
 
     def finish(self, samples: Sequence[Sample], ratios: Sequence[str]) -> Path:
         """Writes the figures of all documents, in the order of the benchmark, and returns the file."""
@@ -79,7 +72,7 @@ class Journal:
             ratio: module.pooled(DocumentFigures([line["figures"][ratio] for line in lines], questions))
             for ratio in ratios
         }
-        path = self.path.with_name(f"{self.path.name}.json")
+        path = self.path.with_suffix(".json")
         write_json(path, {
             "analysis": self.what, "label": self.label, "conventions": self.settings, "definitions": module.DEFINITIONS,
             "documents": len(lines), "questions": sum(questions), "figures": figures,

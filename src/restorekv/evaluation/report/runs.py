@@ -255,7 +255,7 @@ def method_of(cell: Cell) -> Cell:
 
 def base_of(method: Cell) -> Cell:
     """Returns the same eviction with nothing restored."""
-    return replace(method, adapter=None, restore_tokens=None, on_small_budget="", restore_from="full", offset=0)
+    return replace(method.base, on_small_budget="", offset=0)
 
 
 def seeds(pool: SeedPool) -> list[str]:

@@ -1,5 +1,1 @@
 """RULER (arXiv 2404.06654): thirteen tasks, from kvpress's data set or generated for any length and tokenizer."""
-
-from restorekv.tasks.ruler.benchmark import Ruler
-
-__all__ = ["Ruler"]
