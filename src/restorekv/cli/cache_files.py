@@ -7,9 +7,8 @@ import typer
 
 from restorekv.cli import options
 from restorekv.cli.compress import summary
-from restorekv.cli.session import notes, open_documents, open_model, print_figures, read_text, yarn_of
-from restorekv.compression.context import CompressedContext, size
-from restorekv.compression.context_file import read
+from restorekv.cli.session import notes, open_documents, print_figures, read_text
+from restorekv.compression.context import size
 from restorekv.compression.growing import RESTORE
 from restorekv.compression.prepared import one_of
 from restorekv.compression.several import compose as compose_documents
@@ -59,10 +58,8 @@ def export(
     sign_key: options.SignKey = None,
 ) -> None:
     key = read_key(sign_key)
-    stored = read(file, key)
-    manifest = stored.manifest
-    loaded, tokenizer = open_model(model or manifest.model, manifest.dtype, rope=yarn_of(manifest.rope))
-    portable = CompressedContext.load(stored, loaded, tokenizer).portable()
+    (document,) = open_documents([file], model, None, "cpu", key)
+    portable = document.portable()
     portable.save(out, key)
     facts = {
         "document": f"{portable.name}, T = {portable.manifest.tokens:,} tokens",

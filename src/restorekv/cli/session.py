@@ -56,12 +56,12 @@ def open_model(
 
 
 def open_documents(
-    files: Sequence[Path], model: str | None, dtype: str, device: str, key: bytes | None
+    files: Sequence[Path], model: str | None, dtype: str | None, device: str, key: bytes | None
 ) -> list[CompressedContext]:
-    """Reads cache files of one model, which wrong files are refused before, and loads them."""
+    """Reads cache files of one model, which wrong files are refused before, and loads them; None: as the first says."""
     stored = [read(each, key) for each in files]
     first = stored[0].manifest
-    loaded, tokenizer = open_model(model or first.model, dtype, device, yarn_of(first.rope))
+    loaded, tokenizer = open_model(model or first.model, dtype or first.dtype, device, yarn_of(first.rope))
     return [CompressedContext.load(each, loaded, tokenizer) for each in stored]
 
 

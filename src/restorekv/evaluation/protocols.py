@@ -47,9 +47,9 @@ class Protocol(ABC):
         """Returns the method with this protocol's settings where its spec leaves the defaults; `prefix` is S."""
         return method
 
-    @abstractmethod
     def surroundings(self, model: str, tokenizer: Tokenizer) -> tuple[str, str]:
-        """Returns the text before the context and the text after a question."""
+        """Returns the text before the context and the text after a question: the model's own template."""
+        return around(tokenizer)
 
     @abstractmethod
     def whole_context(self, model: str, tokenizer: Tokenizer, text: str) -> Context:
@@ -93,9 +93,6 @@ class KVPress(Protocol):
     first_may_stop: ClassVar[bool] = False
     stops: ClassVar[str] = "at an EOS id from the second id on, or at the limit"
 
-    def surroundings(self, model: str, tokenizer: Tokenizer) -> tuple[str, str]:
-        return around(tokenizer)
-
     def whole_context(self, model: str, tokenizer: Tokenizer, text: str) -> Context:
         return make_context(tokenizer, text)
 
@@ -132,7 +129,7 @@ class KVzipOwn(Protocol):
             before = f"<|im_start|>system\n{SYSTEM}.<|im_end|>\n<|im_start|>user\n"
             after = "<|im_end|>\n<|im_start|>assistant\n" + (THINKING if kind == "qwen3" else "")
             return before + TASK_LINE, after
-        return around(tokenizer)
+        return super().surroundings(model, tokenizer)
 
     def whole_context(self, model: str, tokenizer: Tokenizer, text: str) -> Context:
         before, after = self.surroundings(model, tokenizer)

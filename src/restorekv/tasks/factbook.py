@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from restorekv.tasks.base import Question, Sample
 from restorekv.tasks.metrics import normalized
-from restorekv.tasks.reading import Reading, check_split, spread
+from restorekv.tasks.reading import Reading, spread
 from restorekv.tasks.rows import texts
 from restorekv.tasks.splits import EVALUATION, factbook_splits
 
@@ -27,9 +27,6 @@ class Factbook(Reading):
     metric = "token F1; in addition whether the answer contains the value"
 
     split: str = EVALUATION
-
-    def __post_init__(self) -> None:
-        check_split(self.split)
 
     def rows(self) -> Iterator[tuple[str, dict]]:
         rows = list(super().rows())

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 
 from restorekv.tasks.base import Question, Sample
 from restorekv.tasks.metrics import longest_common_f1, normalized
-from restorekv.tasks.reading import Reading, check_length, check_split, split_text, spread
+from restorekv.tasks.reading import Reading, split_text, spread
 from restorekv.tasks.rows import texts
 from restorekv.tasks.splits import EVALUATION, fairytale_split
 
@@ -41,10 +41,6 @@ class FairytaleQA(Reading):
 
     length: int = 1024
     split: str = EVALUATION
-
-    def __post_init__(self) -> None:
-        check_length(self.length)
-        check_split(self.split)
 
     def rows(self) -> Iterator[tuple[str, dict]]:
         file = self.located().name.partition(".")[0]

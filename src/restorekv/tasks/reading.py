@@ -37,6 +37,16 @@ class Reading(Benchmark):
     path: str = ""
     questions: int = 6
 
+    def __post_init__(self) -> None:
+        """Refuses an unknown split, and a length that is too small for passages; 0 stands for whole texts."""
+        super().__post_init__()
+        split, length = getattr(self, "split", EVALUATION), getattr(self, "length", 0)
+        if split not in (known := get_args(Split)):
+            raise RestoreKVError(f"A split is one of {', '.join(known)}, not {split!r}; default {EVALUATION}.")
+        if 0 < length < LEAST:
+            fix = "0 keeps texts whole"
+            raise RestoreKVError(f"A passage takes a length of at least {LEAST} tokens, not {length}; {fix}.")
+
     @abstractmethod
     def read(self, row: dict, size: Size) -> Iterable[Sample]:
         """Yields the samples of one row of the file; `size` counts the tokens of a text."""
@@ -80,18 +90,6 @@ class Reading(Benchmark):
     def described(self) -> dict[str, object]:
         files = identity(str(self.located()))["files"] if self.located().exists() else []
         return {**super().described(), "files": files, "wording": WORDING}
-
-
-def check_split(split: str) -> None:
-    """Raises RestoreKVError for an unknown split."""
-    if split not in get_args(Split):
-        raise RestoreKVError(f"A split is one of {', '.join(get_args(Split))}, not {split!r}; default {EVALUATION}.")
-
-
-def check_length(length: int) -> None:
-    """Raises RestoreKVError for a length that is too small for passages; 0 stands for whole texts."""
-    if 0 < length < LEAST:
-        raise RestoreKVError(f"A passage takes a length of at least {LEAST} tokens, not {length}; 0 keeps texts whole.")
 
 
 def split_text(text: str, length: int, size: Size) -> list[str]:

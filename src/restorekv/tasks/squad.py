@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from restorekv.tasks.base import Question, Sample
 from restorekv.tasks.metrics import exact_match, normalized
-from restorekv.tasks.reading import Reading, check_length, packed, spread
+from restorekv.tasks.reading import Reading, packed, spread
 from restorekv.tasks.rows import field
 
 VERDICTS = ("yes", "no", "noanswer")
@@ -35,9 +35,6 @@ class XQuAD(Extractive):
     source = "36 articles of XQuAD's English part, a subset of SQuAD v1.1 dev"
 
     length: int = 1024
-
-    def __post_init__(self) -> None:
-        check_length(self.length)
 
     def read(self, row: dict, size: Callable[[str], int]) -> Iterator[Sample]:
         for article in row["data"]:
