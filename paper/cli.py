@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 
 from paper import plan, setting, smollm2
@@ -17,7 +16,7 @@ from paper.training import train_all
 from paper.write import write
 from restorekv.cli import options
 from restorekv.cli.eval import open_pool
-from restorekv.cli.session import notes, output, quiet
+from restorekv.cli.session import notes, output, print_written, quiet
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.evaluation.report.page import SVG
 from restorekv.files import check_target, replacing
@@ -74,7 +73,7 @@ def run(
     for experiment in experiments:
         for line in (*plan.missing(experiment, asked), *plan.unreachable(experiment, asked, done.failed)):
             notes.print(f"{experiment.number or experiment.title}: not measured, {line}", highlight=False, markup=False)
-    output.print(f"Wrote {escape(str(page))}", soft_wrap=True)
+    print_written(page)
 
 
 def setting_of(

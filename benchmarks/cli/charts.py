@@ -4,10 +4,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from benchmarks.charts import write
-from restorekv.cli.session import output
+from restorekv.cli.session import print_written
 from restorekv.errors import RestoreKVError
 
 RESULTS = Path("benchmarks/results")
@@ -24,4 +23,4 @@ def run(
     if not given:
         raise RestoreKVError(f"There are no results in {RESULTS}; name files that a benchmark's --json wrote.")
     for path in write(given, out, png):
-        output.print(f"Wrote {escape(str(path))}", soft_wrap=True)
+        print_written(path)

@@ -4,12 +4,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from benchmarks.efficiency import SCORERS, CostOptions, measure
 from benchmarks.efficiency_page import write
 from restorekv.cli import options
-from restorekv.cli.session import bar, notes, output, quiet
+from restorekv.cli.session import bar, notes, print_written, quiet
 from restorekv.compression.eviction import make_compressor
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import RestoreKVError
@@ -52,4 +51,4 @@ def run(
         with bar("measuring time and memory", lines=True) as update:
             paths.append(measure(loaded, tokenizer, out, settings, conventions, label, update))
     for path in [*paths, write(out)]:
-        output.print(f"Wrote {escape(str(path))}", soft_wrap=True)
+        print_written(path)

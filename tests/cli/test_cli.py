@@ -158,10 +158,12 @@ def test_train_has_a_flag_for_every_setting():
 
 
 def test_train_resume_and_use_the_adapter(world, tmp_path):
-    run = tmp_path / "run"
+    run = tmp_path / "a-folder-whose-name-is-longer-than-a-line-of-a-terminal-that-has-eighty-columns" / "run"
+    run.parent.mkdir()
     common = ("train", "--data", world.data, "--model", world.model, "--out", run, *TRAIN)
     done = cli(*common, "--steps", 2, "--checkpoint-every", 1)
     assert done.code == 0 and "step 2/2" in done.err, done.err
+    assert f"Wrote {run / 'adapter'}\n" in done.out
     again = cli(*common, "--steps", 2, "--resume")
     assert again.code == 0, again.err
     assert len((run / "loss.csv").read_text().splitlines()) == 3

@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from restorekv import tasks
 from restorekv.cli import options
-from restorekv.cli.session import bar, notes, output, quiet
+from restorekv.cli.session import bar, notes, print_written, quiet
 from restorekv.compression.budget import exact_ratio
 from restorekv.compression.eviction import load_adapter, make_compressor
 from restorekv.compression.prepared import CompressionConfig
@@ -63,7 +62,7 @@ def run(
     with bar("analyzing documents", lines=True) as update:
         paths = analyze(loaded, tokenizer, eviction, rules, documents, ratios, out, chosen, label, update)
     for path in paths:
-        output.print(f"Wrote {escape(str(path))}", soft_wrap=True)
+        print_written(path)
 
 
 def choose(what: str) -> list[str]:

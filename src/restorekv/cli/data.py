@@ -4,10 +4,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from restorekv.cli import options
-from restorekv.cli.session import bar, open_model, output
+from restorekv.cli.session import bar, open_model, output, print_written
 from restorekv.data.build import build
 from restorekv.data.config import BuildConfig
 from restorekv.data.files import optional
@@ -48,7 +47,7 @@ def run(
             build(loaded, tokenizer, config, out, exclude, resume, progress)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"Interrupted; continue with --resume, nothing in {out} is asked twice.") from None
-    output.print(f"Wrote {escape(str(out))}")
+    print_written(out)
     print_tables(out)
 
 

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from restorekv.cli import options
-from restorekv.cli.session import notes, output, quiet, shares
+from restorekv.cli.session import notes, output, print_written, quiet, shares
 from restorekv.evaluation.grid import Grid, parse_method
 from restorekv.evaluation.kvpress_layout import export
 from restorekv.evaluation.protocols import PROTOCOLS
@@ -83,4 +82,4 @@ def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that eval --out or analyze --out wrote.")],
     out: Annotated[Path | None, typer.Option(help="The folder of the page; DIR/report unless given.")] = None,
 ) -> None:
-    output.print(f"Wrote {escape(str(build.report(folder, out)))}", soft_wrap=True)
+    print_written(build.report(folder, out))

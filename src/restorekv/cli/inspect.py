@@ -53,7 +53,7 @@ def run(
     else:
         output.print(reading(survivors, tokenizer, tokens))
     if plot:
-        output.print(f"Drew {escape(str(plot))}")
+        output.print(f"Drew {escape(str(plot))}", soft_wrap=True)
 
 
 def find_tokenizer(survivors: Survivors, model: str | None) -> Tokenizer | None:

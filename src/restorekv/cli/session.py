@@ -123,6 +123,11 @@ def method_of(m: Manifest) -> str:
     return ", ".join(facts)
 
 
+def print_written(path: Path) -> None:
+    """Says what was written, on one line however long the name."""
+    output.print(f"Wrote {escape(str(path))}", soft_wrap=True)
+
+
 def print_figures(title: str, rows: dict[str, str]) -> None:
     """Prints a table with names on the left and values on the right."""
     table = Table(title=escape(title), show_header=False, title_justify="left", title_style="bold")

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from restorekv.cli import options
-from restorekv.cli.session import bar, notes, open_model, output
+from restorekv.cli.session import bar, notes, open_model, output, print_written
 from restorekv.errors import RestoreKVError
 from restorekv.tiny.suite import LONGEST, SHORTEST
 from restorekv.train import checkpoint
@@ -65,7 +64,7 @@ def run(
         kept = {"store": store, "store_prefill": store_prefill, "group": group, "notice": notes.print}
         with naming_the_way_on(out), bar("training") as show:
             train(loaded, tokenizer, examples, config, out, resume, reporter(show, config.checkpoint_every), **kept)
-    output.print(f"Wrote {escape(str(out / 'adapter'))}")
+    print_written(out / "adapter")
 
 
 def check_lengths(shortest: int, longest: int) -> None:
