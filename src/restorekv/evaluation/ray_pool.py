@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 
 from restorekv.data.files import optional
-from restorekv.errors import RestoreKVError, RestoreKVWarning
+from restorekv.errors import RestoreKVError, RestoreKVWarning, first_sentence, warn
 from restorekv.evaluation.grid import Cell, Job
 from restorekv.evaluation.run import Facts, LocalPool, Missing
 from restorekv.evaluation.worker import Line
@@ -93,9 +93,8 @@ class RayPool:
                 socket.create_connection((host, int(port)), timeout=10).close()
             self.ray.init(address, **quiet, **(own if address == LOCAL else {}))
         except Exception as error:  # unreachable, malformed, another version, already running: many types
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
             fix = "start one, set RAY_AUTH_TOKEN if it asks for a token, or use local"
-            raise RestoreKVError(f"There is no Ray cluster at {address} ({reason}); {fix}.") from error
+            raise RestoreKVError(f"There is no Ray cluster at {address} ({first_sentence(error)}); {fix}.") from error
         needed = {"CPU": threads, "GPU": self.gpus}
         nodes = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
         if not any(all(node.get(kind, 0) >= count for kind, count in needed.items()) for node in nodes):
@@ -111,7 +110,7 @@ class RayPool:
         """Opens the job on a worker: this machine may have no room for the model."""
         opened, messages = next(self.work([("open_with_warnings", (job,))]))
         for text in messages:
-            warnings.warn(text, RestoreKVWarning, stacklevel=2)
+            warn(text)
         return opened
 
     def answers(self, job: Job, missing: Missing) -> Iterator[list[Line]]:
@@ -141,10 +140,8 @@ class RayPool:
                         self.hire()
                         deaths[number] += 1
                         if deaths[number] == TRIES:
-                            reason = str(error).strip().splitlines()[0].rstrip(".")
                             fix = "give a worker more memory or take shorter contexts"
-                            raise RestoreKVError(
-                                f"{TRIES} workers died over the same context; {fix} ({reason})."
-                            ) from error
+                            reason = f"{TRIES} workers died over the same context; {fix} ({first_sentence(error)})."
+                            raise RestoreKVError(reason) from error
                         waiting.extendleft([] if number is None else [number])
             yield done.pop(turn)

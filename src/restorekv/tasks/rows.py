@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from restorekv.data.files import hub_dataset, local_files, values
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, first_sentence
 from restorekv.tasks.base import Question, Sample
 
 Rows = Iterator[tuple[str, Any]]  # (place for messages, JSON value)
@@ -49,8 +49,7 @@ def hub_rows(name: str, subset: str | None, split: str, instead: str, revision: 
 
 def unreachable(what: str, error: Exception, instead: str) -> RestoreKVError:
     """Returns the error for a failure of the Hub client: what cannot be read, why, and what to do instead."""
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-    return RestoreKVError(f"Cannot read {what} ({reason}); {instead}.")
+    return RestoreKVError(f"Cannot read {what} ({first_sentence(error)}); {instead}.")
 
 
 @contextmanager
