@@ -11,7 +11,7 @@ from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.eviction import Eviction
 from restorekv.model import attention
 from restorekv.model.attention import frozen
-from restorekv.model.prefill import prefill
+from restorekv.model.prefill import prefill, read_only_view
 from restorekv.restore.adapter import RestoreAdapter
 from tests.helpers.models import build_model
 from tests.model.attention.test_attention import build, make_layer
@@ -131,7 +131,7 @@ def test_a_restore_pass_leaves_the_full_cache_alone(tiny_model, tokens):
     adapter, full, grown = RestoreAdapter.create(tiny_model, tokens), prefill(tiny_model, ids), prefill(tiny_model, ids)
     with torch.no_grad():
         adapter.append(grown)
-        caches = {joined: RaggedCache.whole(full, joined) for joined in (True, False)}
+        caches = {True: read_only_view(full), False: RaggedCache.whole(full)}
         for cache in caches.values():
             adapter.append(cache)
     assert full.get_seq_length() == 30
@@ -147,7 +147,7 @@ def test_a_whole_cache_is_a_view_even_of_slices(tiny_model):
     full.layers[1].keys = full.layers[1].keys[:, :, :20]
     full.layers[1].values = full.layers[1].values[:, :, :20]
     expected = [layer.keys.clone() for layer in full.layers]
-    whole = RaggedCache.whole(full, joined=False)
+    whole = RaggedCache.whole(full)
     for layer, dense, keys in zip(whole.layers, full.layers, expected, strict=True):
         assert storages(layer.context_keys, layer.context_values) == storages(dense.keys, dense.values)
         assert dense.keys.equal(keys) and layer.context_keys.equal(keys[0].flatten(0, 1))

@@ -47,6 +47,21 @@ class RaggedLayer(TailLayer):
         self.bounds = tuple(offsets.tolist())  # on the host: reading offsets at every token would wait for the device
         self.plans: dict[str, object] = {}  # what a backend derives from the bounds; shared by forks, never saved
 
+    @classmethod
+    def whole(cls, dense: DynamicLayer) -> RaggedLayer:
+        """Returns a layer with all pairs of a dense one, as views of them, and an empty tail."""
+        keys, values = dense.keys.contiguous(), dense.values.contiguous()
+        # Replaced in the dense layer too, so that at most one layer exists twice (after a prefill, all are contiguous).
+        # An offloaded layer has no keys of its own to replace.
+        if "keys" in vars(dense):
+            dense.keys, dense.values = keys, values
+        keys, values = keys.detach(), values.detach()
+        heads, columns = keys.shape[1:3]
+        offsets = torch.arange(heads + 1, dtype=torch.int32, device=keys.device) * columns
+        positions = torch.arange(columns, dtype=torch.int32, device=keys.device).repeat(heads)
+        flat, empty = (x[0].flatten(0, 1) for x in (keys, values)), (x[:, :, :0] for x in (keys, values))
+        return cls(*flat, offsets, positions, columns, *empty)
+
     @property
     def longest(self) -> int:
         """Context pairs of the head that keeps most."""
@@ -65,40 +80,6 @@ class RaggedLayer(TailLayer):
         tensors += [self.offsets, self.positions, self.restore_keys, self.restore_values]
         tensors += [] if self.bias is None else [self.bias]
         return tensors + list(self.room or (self.pair if self.columns > self.restore else ()))
-
-
-class WholeLayer(RaggedLayer):
-    """All pairs of a dense layer, as views of it, and a tail: what a restore pass reads and where it writes.
-
-    With `joined`, attention gets dense keys and values with context and tail in one copy, as from a DynamicCache;
-    otherwise it gets the layer itself, as from every ragged layer.
-    """
-
-    def __init__(self, dense: DynamicLayer, joined: bool) -> None:
-        keys, values = dense.keys.contiguous(), dense.values.contiguous()
-        # Replaced in the dense layer too, so that at most one layer exists twice (after a prefill, all are contiguous).
-        # An offloaded layer has no keys of its own to replace.
-        if "keys" in vars(dense):
-            dense.keys, dense.values = keys, values
-        keys, values = keys.detach(), values.detach()
-        heads, columns = keys.shape[1:3]
-        offsets = torch.arange(heads + 1, dtype=torch.int32, device=keys.device) * columns
-        positions = torch.arange(columns, dtype=torch.int32, device=keys.device).repeat(heads)
-        flat, empty = (x[0].flatten(0, 1) for x in (keys, values)), (x[:, :, :0] for x in (keys, values))
-        super().__init__(*flat, offsets, positions, columns, *empty)
-        self.joined = joined
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple:
-        """Appends (1, H, Q, D) to the tail."""
-        super().update(key_states, value_states)
-        if not self.joined:
-            return self, self
-        context = (x.unflatten(0, (self.heads, -1))[None] for x in (self.context_keys, self.context_values))
-        return tuple(torch.cat(pair, -2) for pair in zip(context, self.pair, strict=True))
-
-    def get_mask_sizes(self, query: int | Tensor) -> tuple[int, int]:
-        tail, seen = super().get_mask_sizes(query)
-        return (seen + tail, 0) if self.joined else (tail, seen)
 
 
 class RaggedCache(Cache):
@@ -149,9 +130,9 @@ class RaggedCache(Cache):
         return cls(layers)
 
     @classmethod
-    def whole(cls, full: DynamicCache, joined: bool) -> RaggedCache:
-        """Returns every pair of `full`, which is not changed, for a pass whose own pairs go to the tails."""
-        return cls([WholeLayer(layer, joined) for layer in full.layers])
+    def whole(cls, full: DynamicCache) -> RaggedCache:
+        """Returns every pair of `full`, which is not changed, for passes whose own pairs go to the tails."""
+        return cls([RaggedLayer.whole(layer) for layer in full.layers])
 
     def store(self, storage: str) -> None:
         """Converts the context to "int8" or "fp8", layer by layer; see quantized.py. "model" leaves it as it is."""

@@ -90,7 +90,7 @@ class Portable:
         self, model: PreTrainedModel, tokenizer: Tokenizer, questions: Sequence[str], max_new_tokens: int = 128
     ) -> list[str]:
         """Returns the answers to questions, in batches, as `CompressedContext.ask` gives them."""
-        cache = RaggedCache.whole(self.cache(), joined=False)
+        cache = RaggedCache.whole(self.cache())
         return answers.ask(model, tokenizer, self.context, cache, questions, max_new_tokens)
 
     def save(self, path: str | Path, key: bytes | None = None) -> None:

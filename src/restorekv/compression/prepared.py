@@ -196,7 +196,7 @@ class ScoredContext(PreparedContext):
         if self.conventions.restore_from == "evicted":
             return replace(self, restorer=adapter, restore_tokens=adapter.restore_tokens)
         seconds = dict(self.seconds)
-        cache = read_only_view(self.full) if self.joined() else RaggedCache.whole(self.full, joined=False)
+        cache = read_only_view(self.full) if self.joined() else RaggedCache.whole(self.full)
         with timed(seconds, "restore"):
             adapter.append(cache)
         pairs = tuple((layer.keys, layer.values) for layer in cache.layers)

@@ -6,7 +6,6 @@ one prefill. A question follows the context as "\\n\\n" and its words, without "
 
 from dataclasses import dataclass
 
-import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -16,7 +15,6 @@ from restorekv.data.config import BuildConfig
 from restorekv.data.documents import Document
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import BETWEEN, Context, question_ids
-from restorekv.model.shape import CacheShape
 
 ALONE = "Reply with the question alone, in one sentence."
 KINDS = {
@@ -55,9 +53,7 @@ class SelfStudy:
 
     def full_cache(self, context: Context) -> RaggedCache:
         """Returns a cache with every pair of the context, which a batch of questions shares."""
-        shape = CacheShape.of(self.model)
-        everything = torch.ones(shape.layers, shape.heads, context.positions, dtype=torch.bool)
-        return RaggedCache.from_dense(prefill(self.model, context.ids), everything)
+        return RaggedCache.whole(prefill(self.model, context.ids))
 
     def ask(self, context: Context, cache: RaggedCache) -> tuple[dict[str, str], dict[str, str]]:
         """Returns the teacher's questions by kind, and for the kinds that are dropped why."""

@@ -44,7 +44,7 @@ class Case:
     @cached_property
     def caches(self) -> dict[str, RaggedCache]:
         """The full cache (as views), the evicted one and, with an adapter, the restored one of as many pairs."""
-        caches = {FULL: RaggedCache.whole(self.prepared.full, joined=False)}
+        caches = {FULL: RaggedCache.whole(self.prepared.full)}
         caches[BASE] = self.prepared.evict(self.ratio, 0)
         return caches | ({RESTORED: self.prepared.evict(self.ratio)} if self.adapter else {})
 
@@ -83,7 +83,7 @@ class Case:
     def read_by_restore(self) -> RaggedCache:
         """Returns the cache that the restore pass reads: full, or evicted where the conventions say so."""
         if self.prepared.conventions.restore_from == "full":
-            return RaggedCache.whole(self.prepared.full, joined=False)
+            return RaggedCache.whole(self.prepared.full)
         return RaggedCache.from_dense(self.prepared.full, self.kept[RESTORED])
 
 
