@@ -1,7 +1,6 @@
 """Building a mixture: read, filter, let the teacher ask and answer, write. A build that was killed can be resumed."""
 
 import json
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,7 +17,7 @@ from restorekv.data.gather import Attempts, Builder, Progress, longest_context
 from restorekv.data.mixture import write_examples
 from restorekv.data.overlap import Evaluations, evaluation_texts
 from restorekv.data.sources import Source, sources
-from restorekv.errors import RestoreKVError, RestoreKVWarning
+from restorekv.errors import RestoreKVError, warn
 from restorekv.files import alone, write_json
 from restorekv.tiny.suite import documents as suite
 
@@ -90,10 +89,6 @@ def build_source(builder: Builder, source: Source, out: Path, record: dict) -> d
     write_examples(path, gathered.examples)
     file = {"name": path.name, "bytes": path.stat().st_size, "sha256": sha256(path)}
     return {**gathered.account(source), "from": {"given": where, **known}, "file": file}
-
-
-def warn(text: str) -> None:
-    warnings.warn(text, RestoreKVWarning, stacklevel=3)
 
 
 def check_lengths(config: BuildConfig, longest: int) -> None:

@@ -8,7 +8,6 @@ stretch of 20 words) count as a coincidence.
 import hashlib
 import re
 import unicodedata
-import warnings
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from restorekv.data.files import local_files, values
-from restorekv.errors import RestoreKVError, RestoreKVWarning
+from restorekv.errors import RestoreKVError, warn
 
 GRAM, LEAST = 13, 8
 BASE = np.uint64(0x9E3779B97F4A7C15)
@@ -103,7 +102,7 @@ def evaluation_texts(paths: list[str]) -> Iterator[tuple[str, str]]:
             known = ", ".join(sorted(FIELDS))
             raise RestoreKVError(f"{given} has no evaluation text; name its fields as one of {known}.")
         for file in empty:
-            warnings.warn(f"{file} has no evaluation text and is skipped.", RestoreKVWarning, stacklevel=2)
+            warn(f"{file} has no evaluation text and is skipped.")
 
 
 def texts_in(value: object, wanted: bool = False) -> Iterator[str]:

@@ -27,7 +27,7 @@ from restorekv import files
 from restorekv.errors import GateError, raised_as, shown
 from restorekv.files import has_type, replacing
 from restorekv.model import base_weights
-from restorekv.model.load import SHIPPING, model_fingerprint, model_name, rope_fingerprint, shipped_path
+from restorekv.model.load import SHIPPING, model_fingerprint, model_name, shipped_path
 from restorekv.model.shape import CacheShape
 from restorekv.seal import SIGNATURE, check_signed, signed_with_key
 
@@ -60,8 +60,7 @@ class GateCard:
     @classmethod
     def of(cls, model: PreTrainedModel, kind: str, target: str, **described: dict) -> "GateCard":
         """Returns the card for a gate of `model`."""
-        name, fingerprint, weights = model_name(model), model_fingerprint(model), base_weights.describe(model)
-        return cls(kind, name, fingerprint, rope_fingerprint(model.config), target, weights=weights, **described)
+        return cls(kind=kind, target=target, **base_weights.origin(model), **described)
 
 
 @dataclass(frozen=True)
@@ -188,16 +187,9 @@ def check_shapes(name: object, kind: str, layers: Sequence[Layer], shape: CacheS
 def check(name: object, gate: Gate, model: PreTrainedModel, kinds: Sequence[str]) -> None:
     """Checks that the gate has one of `kinds` and was made for this model; warns if for other weights of it."""
     card = gate.card
-    own = GateCard.of(model, card.kind, card.target)
     if card.kind not in kinds:
         raise GateError(f"The gate {name} is of the kind {card.kind}, not {' or '.join(kinds)}; {MAKE}.")
-    if card.rope != own.rope:
-        raise GateError(
-            f"The gate {name} was made with RoPE {shown(card.rope)}, the model has {own.rope}; "
-            "load the model with the same RoPE configuration."
-        )
-    if not base_weights.fits(f"gate {name}", card, own):
-        raise GateError(f"The gate {name} was made for another model ({shown(card.model)}); load that one, or {MAKE}.")
+    base_weights.check(f"gate {name}", card, model, GateError, f"load that one, or {MAKE}")
     check_shapes(name, card.kind, gate.layers, CacheShape.of(model))
 
 

@@ -6,7 +6,6 @@ of weights are: copies of SmolLM2-135M-Instruct that were rounded to 8, 4, 3 and
 """
 
 import base64
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Protocol
@@ -16,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from restorekv.errors import RestoreKVWarning, shown
-from restorekv.model.load import FINGERPRINTS, WEIGHTS, base_parameters, model_fingerprint, samples
+from restorekv.errors import RestoreKVError, shown, warn
+from restorekv.model import load
 from restorekv.model.shape import CacheShape
 
 NUMBERS = 1024
@@ -30,6 +29,7 @@ class Record(Protocol):
 
     model: str
     fingerprint: str
+    rope: dict
     weights: dict | None
 
 
@@ -43,11 +43,11 @@ def describe(model: PreTrainedModel) -> dict[str, object]:
         return DESCRIPTIONS[model]
     config = model.config.get_text_config()
     names = ("model_type", "vocab_size", "intermediate_size")
-    matrices = [weight for _, weight in base_parameters(model) if weight.ndim > 1]
+    matrices = [weight for _, weight in load.base_parameters(model) if weight.ndim > 1]
     count = max(NUMBERS // len(matrices), 1)
-    values = torch.cat([samples(weight, count) for weight in matrices])
+    values = torch.cat([load.samples(weight, count) for weight in matrices])
     return {
-        "source": WEIGHTS.get(model),
+        "source": load.WEIGHTS.get(model),
         "architecture": {name: getattr(config, name, None) for name in names} | asdict(CacheShape.of(model)),
         "sketch": base64.b64encode(values.view(torch.uint8).numpy().tobytes()).decode("ascii"),
     }
@@ -55,7 +55,7 @@ def describe(model: PreTrainedModel) -> dict[str, object]:
 
 def remember(model: PreTrainedModel) -> None:
     """Keeps fingerprint and description, which cannot be computed once the weights are sharded over processes."""
-    FINGERPRINTS[model], DESCRIPTIONS[model] = model_fingerprint(model), describe(model)
+    load.FINGERPRINTS[model], DESCRIPTIONS[model] = load.model_fingerprint(model), describe(model)
 
 
 def similarity(one: Mapping[str, object] | None, other: Mapping[str, object] | None) -> float:
@@ -74,16 +74,28 @@ def decoded(sketch: str) -> Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(sketch)), dtype=torch.bfloat16).float()
 
 
-def fits(what: str, card: Record, own: Record) -> bool:
-    """Returns whether `what` was made for the model of `own`; warns if it was made for other weights of it."""
-    if card.fingerprint == own.fingerprint:
-        return True
-    if not similarity(card.weights, own.weights) >= ALIKE:
-        return False
-    trained, here = ((each.weights or {}).get("source") for each in (card, own))
-    message = f"The {what} was made for other weights of {shown(card.model)}" + (
-        f", {shown(trained)}" if trained else ""
-    )
-    message += f", than these, {here}" if here else ""
-    warnings.warn(f"{message}; expect slightly worse answers.", RestoreKVWarning, stacklevel=4)
-    return True
+def origin(model: PreTrainedModel) -> dict[str, object]:
+    """Returns what the record of an adapter or a gate says of the model that it is made for."""
+    name, fingerprint = load.model_name(model), load.model_fingerprint(model)
+    rope = load.rope_fingerprint(model.config)
+    return {"model": name, "fingerprint": fingerprint, "rope": rope, "weights": describe(model)}
+
+
+def check(
+    what: str, card: Record, model: PreTrainedModel, error: type[RestoreKVError], fix: str = "load that one"
+) -> None:
+    """Refuses what was made for another model or another rotation of its keys; warns of other weights of the model."""
+    if card.rope != (rope := load.rope_fingerprint(model.config)):
+        raise error(
+            f"The {what} was made with RoPE {shown(card.rope)}, the model has {rope}; "
+            "load the model with the same RoPE configuration."
+        )
+    if card.fingerprint == load.model_fingerprint(model):
+        return
+    own = describe(model)
+    if not similarity(card.weights, own) >= ALIKE:
+        raise error(f"The {what} was made for another model ({shown(card.model)}); {fix}.")
+    message, made = f"The {what} was made for other weights of {shown(card.model)}", card.weights.get("source")
+    message += f", {shown(made)}" if made else ""
+    message += f", than these, {own['source']}" if own["source"] else ""
+    warn(f"{message}; expect slightly worse answers.")

@@ -26,7 +26,7 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, logging
 
-from restorekv.errors import ModelError, RestoreKVWarning, first_sentence
+from restorekv.errors import ModelError, first_sentence, warn
 from restorekv.files import HOST, locked, sweep
 from restorekv.model import gguf_tokenizer
 
@@ -132,7 +132,7 @@ def temporary(root: Path | None) -> tempfile.TemporaryDirectory:
     """Makes a folder that is removed when the process ends, and warns that nothing will be kept."""
     reason = "There is no home folder" if root is None else f"The cache folder {root} cannot be written"
     effect = "the model is prepared again in every process; set RESTOREKV_CACHE to a folder that can be written"
-    warnings.warn(f"{reason}, so {effect}.", RestoreKVWarning, stacklevel=4)
+    warn(f"{reason}, so {effect}.")
     return tempfile.TemporaryDirectory(prefix="restorekv-")
 
 

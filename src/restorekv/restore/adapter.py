@@ -9,7 +9,6 @@ backward pass after switching off would find no LoRA gradient.)
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +19,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from restorekv.errors import AdapterError, RestoreKVWarning, shown
+from restorekv.errors import AdapterError, shown, warn
 from restorekv.model import base_weights
-from restorekv.model.load import NAMES, hub_name, model_fingerprint, model_name, rope_fingerprint
+from restorekv.model.load import NAMES, hub_name, model_name
 from restorekv.model.shape import CacheShape, decoder
 from restorekv.restore import adapter_file, publish
 from restorekv.restore.adapter_file import Card, Stored, plain
@@ -110,10 +109,9 @@ class RestoreAdapter(nn.Module):
                 f"The adapter {name} is for a model of width {hidden}, this one has {CacheShape.of(model).hidden}; "
                 "load the model that it was trained for."
             )
-        own = card_for(model, n)
         if stored.card is not None:
-            adapter_file.check_model(name, stored.card, own)
-        card = publish.with_origin(stored.card or own, name, folder, bare=stored.card is None)
+            base_weights.check(f"adapter {name}", stored.card, model, AdapterError)
+        card = publish.with_origin(stored.card or card_for(model, n), name, folder, bare=stored.card is None)
         check_fit(name, model, stored.lora)
         adapter = cls(model, stored.config, stored.embeddings, card)
         adapter.load_lora(name, stored.lora)
@@ -146,7 +144,7 @@ class RestoreAdapter(nn.Module):
             return self
         if not (self.card.settings or {}).get("nested"):
             message = f"The adapter was not trained to work with {count} of its {self.restore_tokens} restore tokens"
-            warnings.warn(f"{message} (train it with --nested); expect worse answers.", RestoreKVWarning, stacklevel=3)
+            warn(f"{message} (train it with --nested); expect worse answers.")
         card, embeddings = replace(self.card, restore_tokens=count), self.embeddings.detach()[:count].clone()
         short = type(self)(self.model, self.config, embeddings, card)
         short.load_lora(card.model, {name: value.detach() for name, value in self.tensors.items()})
@@ -220,7 +218,7 @@ class RestoreAdapter(nn.Module):
                 before, now = (shown(text) if text else repr(text) for text in (trained, used))
                 messages.append(f"The adapter was trained with the {what} {before}, not {now}; expect worse answers.")
         for message in messages:
-            warnings.warn(message, RestoreKVWarning, stacklevel=2)
+            warn(message)
 
     def trainable_state(self) -> dict[str, Tensor]:
         """Returns copies of everything that training changes, by name."""
@@ -272,5 +270,5 @@ class RestoreAdapter(nn.Module):
 def card_for(model: PreTrainedModel, n: int) -> Card:
     """Returns the card of an untrained adapter of `model`."""
     name = model_name(model)
-    own = {"local": name not in NAMES and Path(name).exists(), "weights": base_weights.describe(model)}
-    return Card(name, model_fingerprint(model), rope_fingerprint(model.config), n, **own)
+    local = name not in NAMES and Path(name).exists()
+    return Card(restore_tokens=n, local=local, **base_weights.origin(model))

@@ -23,9 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from restorekv import files
-from restorekv.errors import AdapterError, first_sentence, raised_as, shown
+from restorekv.errors import AdapterError, first_sentence, raised_as
 from restorekv.files import has_type
-from restorekv.model import base_weights
 from restorekv.restore.lora import config_of
 from restorekv.seal import SIGNATURE, check_signed, signed_with_key
 
@@ -261,14 +260,3 @@ def card_sum(card: dict[str, Any]) -> str:
 
 def digest(raw: bytes) -> str:
     return hashlib.sha256(raw).hexdigest()
-
-
-def check_model(name: str | Path, card: Card, own: Card) -> None:
-    """Refuses another model or another rotation of its keys; warns of other weights of the same model."""
-    if card.rope != own.rope:
-        raise AdapterError(
-            f"The adapter {name} was trained with RoPE {shown(card.rope)}, the model has {own.rope}; "
-            "load the model with the same RoPE configuration."
-        )
-    if not base_weights.fits(f"adapter {name}", card, own):
-        raise AdapterError(f"The adapter {name} was trained for another model ({shown(card.model)}); load that one.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,7 +11,7 @@ from pathlib import Path
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalTokenNotFoundError
 
-from restorekv.errors import AdapterError, RestoreKVWarning, first_sentence, raised_as
+from restorekv.errors import AdapterError, first_sentence, raised_as, warn
 from restorekv.files import read_bytes, read_json
 from restorekv.restore import adapter_file, model_card
 from restorekv.restore.adapter_file import README, Card, Stored
@@ -86,7 +85,7 @@ def warn_of_license(name: str | Path, card: Card) -> None:
     message = f"The adapter {name} {what} licensed {strict}: not for commercial use"
     if card.source and "Qwen3" in card.source:
         message += "; its authors do not state whether they trained it with YaRN, as their code does, or without it"
-    warnings.warn(f"{message}.", RestoreKVWarning, stacklevel=3)
+    warn(f"{message}.")
 
 
 def save(folder: Path, stored: Stored) -> None:
@@ -103,8 +102,7 @@ def save(folder: Path, stored: Stored) -> None:
             pass  # what is damaged is replaced
     ours = model_card.is_ours(folder / README)
     if not ours:
-        message = f"Someone wrote or changed {folder / README}, so it stays as it is; remove it to get a new card."
-        warnings.warn(message, RestoreKVWarning, stacklevel=3)
+        warn(f"Someone wrote or changed {folder / README}, so it stays as it is; remove it to get a new card.")
     adapter_file.write(folder, stored, model_card.render(stored.card, stored.config) if ours else None)
 
 
@@ -137,8 +135,7 @@ def prepare(repo: str, stored: Stored, license: str | None = None, readme: str |
         raise AdapterError(f"{repo!r} is no name for a repository on the hub; give OWNER/NAME.")
     card = licensed(stored.card, license, readme)
     if not model_card.is_on_hub(card):
-        message = f"The base model is recorded as {card.model!r}, which others cannot load from the hub."
-        warnings.warn(message, RestoreKVWarning, stacklevel=4)
+        warn(f"The base model is recorded as {card.model!r}, which others cannot load from the hub.")
     return replace(stored, card=card), model_card.render(card, stored.config, repo) if readme is None else readme
 
 
@@ -168,8 +165,7 @@ def push(
         kept = None if readme is not None or model_card.is_ours(there) else README
         if kept:
             licensed(stored.card, None, there.read_text(encoding="utf-8", errors="replace"))
-            message = f"Someone wrote or changed the README.md of {repo}, so it stays as it is."
-            warnings.warn(message, RestoreKVWarning, stacklevel=3)
+            warn(f"Someone wrote or changed the README.md of {repo}, so it stays as it is.")
         commit = api.upload_folder(
             repo_id=repo, folder_path=folder, commit_message=commit_message or "Upload a restore adapter",
             allow_patterns=[file for file in adapter_file.FILES if file != kept],

@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 import random
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.data.files import values
 from restorekv.data.mixture import read_mixture, record
-from restorekv.errors import RestoreKVError, RestoreKVWarning
+from restorekv.errors import RestoreKVError, warn
 from restorekv.model.load import longest
 from restorekv.model.prompt import default_between, encode, make_context
 from restorekv.model.shape import decoder
@@ -215,9 +214,7 @@ def check_lengths(model: PreTrainedModel, tokenizer: Tokenizer, examples: list[E
         fitting = conventions.budget(config.ratio_min, context, 1, 1, config.restore_tokens).restore_tokens
         few += fitting < config.restore_tokens
     if few:
-        warnings.warn(
+        warn(
             f"{few} of {len(examples)} contexts are too short for {config.restore_tokens} restore tokens "
-            f"at r = {config.ratio_min:g}; they get fewer.",
-            RestoreKVWarning,
-            stacklevel=3,
+            f"at r = {config.ratio_min:g}; they get fewer."
         )
