@@ -4,7 +4,7 @@ Whatever has a spec is a frozen dataclass. Its fields of type int, float, bool a
 """
 
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from typing import Any, TypeVar, get_type_hints
 
 from restorekv.errors import RestoreKVError
@@ -34,10 +34,11 @@ def parse(text: str, classes: Mapping[str, type[Named]], what: str) -> Named:
 
 def write(name: str, instance: object) -> str:
     """Returns the shortest spec of `instance`, which leaves out settings at their defaults."""
+    settable = settings_of(type(instance))
     changed = [
         f"{field.name}={str(value).lower() if isinstance(value, bool) else value}"
         for field in fields(instance)
-        if (value := getattr(instance, field.name)) != field.default or field.default is MISSING
+        if field.name in settable and (value := getattr(instance, field.name)) != field.default
     ]
     return f"{name}:{','.join(changed)}" if changed else name
 

@@ -26,31 +26,24 @@ class Document:
     studied: bool = True
 
 
-@dataclass(frozen=True)
-class Dropped:
-    """A row without a context; the manifest counts the reasons."""
-
-    reason: str
-
-
 class DropRow(Exception):  # noqa: N818
-    """Raised by the reader of one row that gives no context; its text is the reason."""
+    """Raised by the reader of one row that gives no context; its text is the reason, which the manifest counts."""
 
 
 RowReader = Callable[[int, dict, BuildConfig, Tokenizer], Iterable[Document]]
-Reader = Callable[[Iterator[dict], BuildConfig, Tokenizer], Iterator[Document | Dropped]]
+Reader = Callable[[Iterator[dict], BuildConfig, Tokenizer], Iterator[Document | DropRow]]
 
 
 def row_by_row(read: RowReader) -> Reader:
     """Turns the reader of (index, row) into the reader of all rows, which yields why a row is dropped."""
 
     @wraps(read)
-    def reader(rows: Iterator[dict], config: BuildConfig, tokenizer: Tokenizer) -> Iterator[Document | Dropped]:
+    def reader(rows: Iterator[dict], config: BuildConfig, tokenizer: Tokenizer) -> Iterator[Document | DropRow]:
         for index, row in enumerate(rows):
             try:
                 yield from read(index, row, config, tokenizer)
             except DropRow as reason:
-                yield Dropped(str(reason))
+                yield reason
 
     return reader
 

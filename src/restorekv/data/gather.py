@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.data.config import BuildConfig
-from restorekv.data.documents import Document, Dropped
+from restorekv.data.documents import Document, DropRow
 from restorekv.data.overlap import Evaluations, words
 from restorekv.data.self_study import SelfStudy
 from restorekv.data.sources import Source
@@ -151,7 +151,7 @@ class Builder:
     longest: int
     progress: Progress
 
-    def gather(self, source: Source, items: Iterator[Document | Dropped], stored: Attempts) -> Gathered:
+    def gather(self, source: Source, items: Iterator[Document | DropRow], stored: Attempts) -> Gathered:
         """Asks about the contexts of a source until there are enough."""
         gathered, wanted = Gathered(), source.wanted(self.config)
         teacher = SelfStudy(self.model, self.tokenizer, self.config)
@@ -172,9 +172,9 @@ class Builder:
                 break
         return gathered
 
-    def accept(self, item: Document | Dropped, lengths: LengthFilter, gathered: Gathered) -> Context | None:
+    def accept(self, item: Document | DropRow, lengths: LengthFilter, gathered: Gathered) -> Context | None:
         """Returns the context of a document that passes; counts any other, and names it if it is an evaluation text."""
-        checked = item.reason if isinstance(item, Dropped) else lengths.check(item.text)
+        checked = str(item) if isinstance(item, DropRow) else lengths.check(item.text)
         if isinstance(checked, str):
             gathered.dropped[checked] += 1
             return None

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from restorekv.model.observer import Observer
 from restorekv.model.prompt import Context
 
 Model, Cache = PreTrainedModel, DynamicCache
-AnyObserver = TypeVar("AnyObserver", bound=Observer)
 
 
 @dataclass(frozen=True)
@@ -56,15 +55,12 @@ class Evictor(ABC):
         """Returns a new observer of the context's prefill, in chunks of any size, which `score` then gets; or None."""
         return None
 
-    def require_observer(self, observer: AnyObserver | None) -> AnyObserver:
-        """Returns the observer, for methods that cannot score without it."""
-        if observer is None:
-            raise ValueError(f"{self.name} observes the prefill; pass what observer() returned")
-        return observer
-
     @abstractmethod
     def score(self, model: Model, tokenizer: Tokenizer, context: Context, full: Cache, observer: Any = None) -> Tensor:
-        """Returns (L, H, T) float32, higher = keep, for the T tokens after the prefix; leaves `full` (S + T) alone."""
+        """Returns (L, H, T) float32, higher = keep, for the T tokens after the prefix; leaves `full` (S + T) alone.
+
+        `observer` is what `observer` returned, after the prefill.
+        """
 
 
 def pin(scores: Tensor, columns: Iterable[int]) -> Tensor:

@@ -45,11 +45,10 @@ class ExpectedAttention(Evictor):
     @torch.no_grad()
     def score(self, model: Model, tokenizer: Tokenizer, context: Context, full: Cache, observer: Any = None) -> Tensor:
         """Returns (L, H, T), at least 0."""
-        moments = self.require_observer(observer)
-        scores = torch.zeros(*moments.mean.shape[:2], context.positions, device=model.device)
+        scores = torch.zeros(*observer.mean.shape[:2], context.positions, device=model.device)
         for index, layer in enumerate(full.layers):
             key, value = (x[0, :, self.sinks :].float() for x in (layer.keys, layer.values))
-            mean, covariance = moments.ahead(model, index, full.get_seq_length(), self.future)
+            mean, covariance = observer.ahead(model, index, full.get_seq_length(), self.future)
             weights = expected_weights(key, mean, covariance * self.covariance)
             scores[index, :, self.sinks :] = (weights + self.epsilon) * value.norm(dim=-1) if self.values else weights
         return pin(scores[..., context.prefix :], sink_columns(self.sinks, context))

@@ -70,7 +70,7 @@ class Gated(Evictor):
 
     def score(self, model: Model, tokenizer: Tokenizer, context: Context, full: Cache, observer: Any = None) -> Tensor:
         """Returns (L, H, T): the predictions, with the kept columns above all others."""
-        return pin(self.require_observer(observer).scores[..., context.prefix :], self.kept(context))
+        return pin(observer.scores[..., context.prefix :], self.kept(context))
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

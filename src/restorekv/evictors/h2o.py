@@ -76,5 +76,5 @@ class H2O(Evictor):
 
     def score(self, model: Model, tokenizer: Tokenizer, context: Context, full: Cache, observer: Any = None) -> Tensor:
         """Returns (L, H, T) in [0, 1]."""
-        best = self.require_observer(observer).best[..., context.prefix :]
+        best = observer.best[..., context.prefix :]
         return torch.stack([over_groups(layer, self.groups) for layer in best])

@@ -10,7 +10,7 @@ eager=true this includes the attention weights, S+T by S+T for every head, which
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -48,7 +48,7 @@ class FromKVPress(Evictor):
         if not isinstance(press, kvpress.ScorerPress):
             raise RestoreKVError(f"FromKVPress takes a ScorerPress of kvpress, not {type(press).__name__}.")
         object.__setattr__(self, "scorer", press)
-        object.__setattr__(self, "press", to_spec(press))
+        object.__setattr__(self, "press", spec.write(type(press).__name__, press).replace(",", ";"))
 
     @torch.no_grad()
     def score(self, model: Model, tokenizer: Tokenizer, context: Context, full: Cache, observer: None = None) -> Tensor:
@@ -116,13 +116,3 @@ def from_spec(text: str, kvpress: ModuleType) -> Any:
         return spec.parse(text.replace(";", ","), presses, "press of kvpress")
     except (AssertionError, TypeError) as error:
         raise RestoreKVError(f"{text!r} makes no press; make it in Python, for FromKVPress ({error}).") from error
-
-
-def to_spec(press: Any) -> str:
-    """Returns the shortest spec of a press."""
-    settable, changed = spec.settings_of(type(press)), []
-    for field in fields(press):
-        value = getattr(press, field.name)
-        if field.name in settable and value != field.default:
-            changed.append(f"{field.name}={str(value).lower() if isinstance(value, bool) else value}")
-    return f"{type(press).__name__}:{';'.join(changed)}" if changed else type(press).__name__

@@ -84,7 +84,7 @@ class AttentionMatching(Compressor):
     @property
     def spec(self) -> str:
         """The method's name and the settings that are not the defaults."""
-        return spec.write(self.name, replace(self, conventions=CompressionConfig()))
+        return spec.write(self.name, self)
 
     @torch.no_grad()
     def prepare(
