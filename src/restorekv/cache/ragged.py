@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -67,6 +68,12 @@ class RaggedLayer(TailLayer):
         """Context pairs of the head that keeps most."""
         return max(end - start for start, end in pairwise(self.bounds))
 
+    @property
+    def owners(self) -> Tensor:
+        """Returns the head (N,) int64 of every row of the context."""
+        counts = self.offsets.diff().long()
+        return torch.arange(self.heads, device=counts.device).repeat_interleave(counts)
+
     def fork(self, batch: int = 1) -> RaggedLayer:
         """Returns a layer with the same context and restore cache and its own tail, for `batch` questions."""
         layer = copy.copy(self)
@@ -80,6 +87,46 @@ class RaggedLayer(TailLayer):
         tensors += [self.offsets, self.positions, self.restore_keys, self.restore_values]
         tensors += [] if self.bias is None else [self.bias]
         return tensors + list(self.room or (self.pair if self.columns > self.restore else ()))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Context pairs of one layer: keys and values (N, D), their heads (N,) and positions (N,), in any order."""
+
+    keys: Tensor
+    values: Tensor
+    heads: Tensor
+    positions: Tensor
+
+    @classmethod
+    def of(cls, layer: RaggedLayer) -> Rows:
+        """Returns a layer's context, in the model's dtype."""
+        return cls(layer.context_keys[:], layer.context_values[:], layer.owners, layer.positions.long())
+
+    @classmethod
+    def of_restore_cache(cls, layer: RaggedLayer, first: int) -> Rows:
+        """Returns a layer's restore cache as context pairs from position `first` on."""
+        heads, count = layer.heads, layer.restore
+        numbers = torch.arange(heads * count, device=layer.device)
+        keys, values = (x[0].flatten(0, 1) for x in (layer.restore_keys, layer.restore_values))
+        return cls(keys, values, numbers // max(count, 1), first + numbers % max(count, 1))
+
+    @classmethod
+    def joined(cls, parts: Iterable[Rows]) -> Rows:
+        """Returns the rows of all."""
+        return cls(*map(torch.cat, zip(*(vars(part).values() for part in parts), strict=True)))
+
+    def where(self, kept: Tensor) -> Rows:
+        """Returns the rows that `kept` (N,) marks."""
+        return Rows(*(x[kept] for x in vars(self).values()))
+
+    def layer(self, heads: int, seen: int, *tail: Tensor) -> RaggedLayer:
+        """Returns a layer with these rows as its context; `tail` are its restore keys and values (1, H, n, D)."""
+        columns = int(self.positions.max()) + 1 if len(self.heads) else 1
+        order = (self.heads * columns + self.positions).argsort()
+        counts = torch.bincount(self.heads, minlength=heads).cumsum(0)
+        offsets = torch.cat([counts.new_zeros(1), counts]).int()
+        return RaggedLayer(self.keys[order], self.values[order], offsets, self.positions[order].int(), seen, *tail)
 
 
 class RaggedCache(Cache):
@@ -178,8 +225,7 @@ class RaggedCache(Cache):
         """Returns which of the full cache's first `columns` columns are held: (L, H, columns) bool."""
         keep = torch.zeros(len(self.layers), self.layers[0].heads, columns, dtype=torch.bool)
         for index, layer in enumerate(self.layers):
-            heads = torch.repeat_interleave(torch.arange(layer.heads), layer.offsets.diff().long().cpu())
-            positions = layer.positions.long().cpu()
+            heads, positions = layer.owners.cpu(), layer.positions.long().cpu()
             of_text = positions < columns  # the others are restore pairs of earlier texts
             keep[index, heads[of_text], positions[of_text]] = True
         return keep

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.cache.ragged import RaggedCache, RaggedLayer
+from restorekv.cache.ragged import RaggedCache, RaggedLayer, Rows
 from restorekv.compression.budget import Budget
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.portable import rotated
@@ -34,56 +34,6 @@ from restorekv.model.prompt import Context, tell_beyond
 from restorekv.model.shape import CacheShape
 
 RESTORE = ("last", "every", "none")
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The context pairs of one layer: keys and values (N, D), their heads (N,) and positions (N,), in any order."""
-
-    keys: Tensor
-    values: Tensor
-    heads: Tensor
-    positions: Tensor
-
-    @classmethod
-    def of(cls, layer: RaggedLayer) -> Rows:
-        """Returns a layer's context, in the model's dtype."""
-        counts = layer.offsets.diff().long()
-        heads = torch.arange(layer.heads, device=counts.device).repeat_interleave(counts)
-        return cls(layer.context_keys[:], layer.context_values[:], heads, layer.positions.long())
-
-    @classmethod
-    def of_restore_cache(cls, layer: RaggedLayer, first: int) -> Rows:
-        """Returns a layer's restore cache as context pairs from position `first` on."""
-        heads, count = layer.heads, layer.restore
-        numbers = torch.arange(heads * count, device=layer.device)
-        keys, values = (x[0].flatten(0, 1) for x in (layer.restore_keys, layer.restore_values))
-        return cls(keys, values, numbers // max(count, 1), first + numbers % max(count, 1))
-
-    def where(self, kept: Tensor) -> Rows:
-        """Returns the rows that `kept` (N,) marks."""
-        return Rows(self.keys[kept], self.values[kept], self.heads[kept], self.positions[kept])
-
-    def moved(self, model: PreTrainedModel, distance: int) -> Rows:
-        """Returns the rows as if their text stood `distance` positions later."""
-        keys = rotated(model, self.keys, distance) if distance else self.keys
-        return replace(self, keys=keys, positions=self.positions + distance)
-
-    def layer(self, heads: int, seen: int, *tail: Tensor) -> RaggedLayer:
-        """Returns a layer with these rows as its context; `tail` are its restore keys and values (1, H, n, D)."""
-        order = (
-            (self.heads * (int(self.positions.max()) + 1) + self.positions).argsort() if len(self.heads) else self.heads
-        )
-        counts = torch.bincount(self.heads, minlength=heads).cumsum(0)
-        offsets = torch.cat([counts.new_zeros(1), counts]).int()
-        return RaggedLayer(self.keys[order], self.values[order], offsets, self.positions[order].int(), seen, *tail)
-
-
-def joined(rows: Sequence[Rows]) -> Rows:
-    """Returns the rows of all."""
-    return Rows(
-        *(torch.cat([getattr(each, name) for each in rows]) for name in ("keys", "values", "heads", "positions"))
-    )
 
 
 @dataclass
@@ -185,7 +135,8 @@ class Growth:
         with timed(self.seconds, "prefill"):
             first = prefill(self.model, self.context.ids[:, :prefix]).layers if prefix else self.cache.layers
             for layer, dense in zip(self.cache.layers, first, strict=True):
-                rows = joined([Rows.of(layer), Rows.of_restore_cache(layer, self.context.positions + self.earlier)])
+                restored = Rows.of_restore_cache(layer, self.context.positions + self.earlier)
+                rows = Rows.joined([Rows.of(layer), restored])
                 pair = (dense.keys, dense.values) if prefix else none(layer)
                 layers.append(rows.where(rows.positions >= prefix).layer(layer.heads, self.context.tokens, *pair))
         return RaggedCache(layers)
@@ -204,7 +155,7 @@ class Growth:
             heads, slots = kept.to(new.device).nonzero(as_tuple=True)
             tail = (x[0, heads, prefix + slots] for x in new.pair)
             parts.append(Rows(*tail, heads, self.context.positions + slots))
-            layers.append(joined(parts).layer(old.heads, seen, *(restored[index] if restored else none(old))))
+            layers.append(Rows.joined(parts).layer(old.heads, seen, *(restored[index] if restored else none(old))))
         return RaggedCache(layers)
 
 
@@ -237,6 +188,12 @@ def composed(model: PreTrainedModel, parts: Sequence[tuple[Context, RaggedCache]
     return whole, RaggedCache(layers)
 
 
+def moved(model: PreTrainedModel, rows: Rows, distance: int) -> Rows:
+    """Returns the rows as if their text stood `distance` positions later."""
+    keys = rotated(model, rows.keys, distance) if distance else rows.keys
+    return replace(rows, keys=keys, positions=rows.positions + distance)
+
+
 def composed_layer(
     model: PreTrainedModel, parts: Sequence[tuple[Context, RaggedCache]], index: int, whole: Context
 ) -> RaggedLayer:
@@ -245,17 +202,17 @@ def composed_layer(
     for number, (context, cache) in enumerate(parts):
         layer, own = cache.layers[index], Rows.of(cache.layers[index])
         text = own.where((own.positions < context.positions) & (own.positions >= (context.prefix if number else 0)))
-        rows.append(text.moved(model, start))
+        rows.append(moved(model, text, start))
         restored = [own.where(own.positions >= context.positions)]
         if number < len(parts) - 1:
             restored.append(Rows.of_restore_cache(layer, 0))
         for each in restored:
             count = len(each.heads) // layer.heads
-            turned = each.moved(model, start)
+            turned = moved(model, each, start)
             numbers = torch.arange(count, device=turned.heads.device).repeat(layer.heads)
             rows.append(replace(turned, positions=end + numbers))
             end += count
         last = start
         start += context.tokens
     keys = rotated(model, layer.restore_keys, last) if last else layer.restore_keys
-    return joined(rows).layer(layer.heads, whole.positions, keys, layer.restore_values)
+    return Rows.joined(rows).layer(layer.heads, whole.positions, keys, layer.restore_values)

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.cache_utils import Cache, DynamicLayer
 
-from restorekv.cache.ragged import RaggedCache, RaggedLayer
+from restorekv.cache.ragged import RaggedCache, RaggedLayer, Rows
 from restorekv.compression.budget import Budget
 from restorekv.compression.prepared import GONE, CompressionConfig, PreparedContext, Progress, Ratio, pin_prefix, timed
 from restorekv.errors import RestoreKVError, warn
@@ -161,10 +161,15 @@ class Stream:
         """Drops what does not stay, layer by layer; at the end the prefix joins the rest."""
         prefix, keep = self.context.prefix, self.kept(last)
         seen = self.context.positions + self.conventions.offset if last else part.settled - prefix
+        device = self.scores.device
+        columns = torch.cat([torch.arange(prefix, device=device), torch.arange(part.start, part.end, device=device)])
         for index, (layer, kept) in enumerate(zip(cache.layers, keep, strict=True)):
+            heads, slots = kept[:, columns].nonzero(as_tuple=True)
+            new = Rows(layer.keys[0, heads, slots], layer.values[0, heads, slots], heads, columns[slots])
+            old = Rows.of(layer)
+            rows = Rows.joined([old.where(kept[old.heads, old.positions]), new])
             tail = (x[:, :, : 0 if last else prefix].clone() for x in (layer.keys, layer.values))
-            tail = restored[index] if restored else tail
-            cache.layers[index] = RaggedLayer(*gathered(layer, kept, part, prefix), seen, *tail)
+            cache.layers[index] = rows.layer(layer.heads, seen, *(restored[index] if restored else tail))
         self.scores.masked_fill_(~keep, GONE)
 
     def kept(self, last: bool) -> Tensor:
@@ -207,20 +212,3 @@ def as_tail(dense: DynamicLayer) -> RaggedLayer:
     heads, nothing = dense.keys.shape[1], dense.keys[0, 0, :0]
     offsets = torch.zeros(heads + 1, dtype=torch.int32, device=nothing.device)
     return RaggedLayer(nothing, nothing, offsets, offsets[:0], 0, dense.keys, dense.values)
-
-
-def gathered(layer: RaggedLayer, kept: Tensor, part: Part, prefix: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns keys (N, D), values (N, D), offsets (H + 1,) and positions (N,) of the pairs `kept` (H, S + T)."""
-    device = layer.offsets.device
-    columns = torch.cat([torch.arange(prefix, device=device), torch.arange(part.start, part.end, device=device)])
-    heads = torch.arange(layer.heads, device=device).repeat_interleave(layer.offsets.diff().long())
-    old = kept[heads, layer.positions.long()]
-    owners, slots = kept[:, columns].nonzero(as_tuple=True)
-    positions = torch.cat([layer.positions[old], columns[slots].int()])
-    order = (torch.cat([heads[old], owners]) * kept.shape[1] + positions).argsort()
-    keys, values = (
-        torch.cat([context[old], tail[0, owners, slots]])[order]
-        for context, tail in ((layer.context_keys, layer.keys), (layer.context_values, layer.values))
-    )
-    counts = kept.sum(-1).cumsum(0)
-    return keys, values, torch.cat([counts.new_zeros(1), counts]).to(torch.int32), positions[order]
