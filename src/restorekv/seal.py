@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import safetensors.torch
+import torch
 from torch import Tensor
 
 from restorekv.errors import RestoreKVError
@@ -82,6 +83,21 @@ def check_signed(kind: str, digest: str, signed: object, path: Path) -> None:
     key = read_key()
     if key and not path.resolve().is_relative_to(Path(__file__).parent):
         compare(signature(key, kind, digest), signed, str(path))
+
+
+def digest(tensors: Mapping[str, Tensor], record: str) -> str:
+    """Returns the SHA-256 of a file's record and of every tensor's name, dtype, shape and bytes."""
+    sha256 = hashlib.sha256(record.encode())
+    for name, tensor in sorted(tensors.items()):
+        sha256.update(f"\0{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
+        sha256.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return sha256.hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """Returns the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def signature(key: bytes, kind: str, digest: str) -> str:

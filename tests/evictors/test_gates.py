@@ -329,5 +329,5 @@ def test_wrong_settings_are_refused(spec):
 
 def test_the_card_is_plain_json(tiny_model, tmp_path):
     save_gate(tmp_path / "gate", "kvzap-mlp", tiny_model)
-    card = json.loads(gate_file.read_header(tmp_path / "gate")["card"])
+    card = json.loads(gate_file.opened(tmp_path / "gate")[0]["card"])
     assert card["target"] == "kvzip" and card["figures"] == {"loss": 0.5}

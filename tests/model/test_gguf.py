@@ -93,7 +93,7 @@ def test_a_second_load_converts_nothing(file, root, monkeypatch, capsys):
     assert models.model_fingerprint(second) == models.model_fingerprint(first)
     assert "preparing" not in capsys.readouterr().err
     assert [path.name for path in root.iterdir() if not path.name.startswith(".")] == [
-        f"{gguf.digest(file)[:16]}-{gguf.VERSION}"
+        f"{gguf.file_digest(file)[:16]}-{gguf.VERSION}"
     ]
 
 
@@ -172,7 +172,7 @@ def test_whoever_is_second_uses_what_is_there(file, root, monkeypatch):
     def slow(file, header, folder):
         monkeypatch.setattr(gguf, "convert", convert)
         header = gguf.read(file)
-        gguf.make(file, "faster", gguf.cache_folder() / f"{gguf.digest(file)[:16]}-1")
+        gguf.make(file, "faster", gguf.cache_folder() / f"{gguf.file_digest(file)[:16]}-1")
         convert(file, header, folder)
 
     monkeypatch.setattr(gguf, "convert", slow)

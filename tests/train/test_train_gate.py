@@ -181,7 +181,7 @@ def test_an_interruption_loses_nothing(tiny_tokenizer, tmp_path, monkeypatch):
     resumed = train_gate(*arguments, resume=True)
     assert len(calls) == 1, "only the third context was left"
     assert resumed.card == whole.card
-    sums = [gate_file.read_header(tmp_path / name)["sha256"] for name in ("whole", "gate")]
+    sums = [gate_file.opened(tmp_path / name)[0]["sha256"] for name in ("whole", "gate")]
     assert sums[0] == sums[1], "bit for bit"
 
 

@@ -84,7 +84,7 @@ def compress(
     budget_for(*size)  # refuses a bad ratio before any work is done
     restorer = load_adapter(model, adapter, compressor, restore_tokens, parsed.between)
     budget = budget_for(*size, restorer.restore_tokens if restorer else 0)
-    chosen = (replace(compressor, adapter=restorer) if restorer else compressor).suited_to(parsed).for_budget(budget)
+    chosen = (replace(compressor, adapter=restorer) if restorer else compressor).suited_to(parsed, budget)
     with torch.no_grad():
         prepared = chosen.prepare(model, tokenizer, parsed, progress, offload)
         if progress and prepared.full is not None:

@@ -16,9 +16,8 @@ from restorekv.errors import RestoreKVError
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-VOCABULARIES: WeakKeyDictionary[Tokenizer, dict[tuple[int, ...], object]] = (
-    WeakKeyDictionary()
-)  # of llguidance, which take a second to make
+# Of llguidance, which take a second to make.
+VOCABULARIES: WeakKeyDictionary[Tokenizer, dict[tuple[int, ...], object]] = WeakKeyDictionary()
 
 
 class Constraint:

@@ -90,14 +90,11 @@ class Eviction(Compressor):
         """Returns the same eviction with the evictor's authors' settings."""
         return replace(self, evictor=self.evictor.as_published(prefix))
 
-    def suited_to(self, context: Context) -> Eviction:
-        """Returns an eviction that does not stream where the context fits into one part."""
+    def suited_to(self, context: Context, budget: Budget) -> Eviction:
+        """Returns an eviction that does not stream a single part, and scores nothing where everything stays."""
         streams = self.streaming is not None and len(parts(self.evictor, context, self.streaming)) > 1
-        return self if streams else replace(self, streaming=None)
-
-    def for_budget(self, budget: Budget) -> Eviction:
-        """Returns an eviction that scores nothing where everything stays."""
-        return replace(self, scoring=budget.ratio < 1 or budget.restore_tokens > 0)
+        scoring = budget.ratio < 1 or budget.restore_tokens > 0
+        return replace(self, streaming=self.streaming if streams else None, scoring=scoring)
 
     def prepare(
         self, model: PreTrainedModel, tokenizer: Tokenizer, context: str | Context, progress: Progress | None = None,

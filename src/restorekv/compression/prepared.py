@@ -115,12 +115,8 @@ class Compressor(ABC):
         """Returns the method with its authors' own settings where the spec leaves the defaults; `prefix` is S."""
         return self
 
-    def suited_to(self, context: Context) -> Self:
-        """Returns the method for this context: one that streams does not where the context is a single part."""
-        return self
-
-    def for_budget(self, budget: Budget) -> Self:
-        """Returns the method for a single budget: it may leave out what that budget does not need."""
+    def suited_to(self, context: Context, budget: Budget) -> Self:
+        """Returns the method for this context and budget alone: it may leave out what these do not need."""
         return self
 
     @abstractmethod

@@ -230,14 +230,9 @@ def rows_of(
     """
     if decoding.plain and not always:
         return None
+    limit = tokenizer, decoding.json_schema, decoding.regex, stops
     return [
-        Row(
-            decoding,
-            tokenizer,
-            ids.cpu(),
-            seed,
-            Constraint.make(tokenizer, decoding.json_schema, decoding.regex, stops),
-        )
+        Row(decoding, tokenizer, ids.cpu(), seed, Constraint.make(*limit))
         for ids, seed in zip(read, seeds, strict=True)
     ]
 

@@ -12,13 +12,14 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.data import manifest as folder
 from restorekv.data.config import BuildConfig
-from restorekv.data.files import identity, local_files, rows, sha256
+from restorekv.data.files import identity, local_files, rows
 from restorekv.data.gather import Attempts, Builder, Progress, longest_context
 from restorekv.data.mixture import write_examples
 from restorekv.data.overlap import Evaluations, evaluation_texts
 from restorekv.data.sources import Source, sources
 from restorekv.errors import RestoreKVError, warn
 from restorekv.files import alone, write_json
+from restorekv.seal import file_digest
 from restorekv.tiny.suite import documents as suite
 
 TESTED = 156  # documents of the bundled suite that docs/table1.md is measured on; the demo asks the first 52
@@ -87,7 +88,7 @@ def build_source(builder: Builder, source: Source, out: Path, record: dict) -> d
         warn(f"{source.title} gave {count} of {wanted} {source.unit}, all of {where} {reasons}.")
     path = out / f"{source.name}.parquet"
     write_examples(path, gathered.examples)
-    file = {"name": path.name, "bytes": path.stat().st_size, "sha256": sha256(path)}
+    file = {"name": path.name, "bytes": path.stat().st_size, "sha256": file_digest(path)}
     return {**gathered.account(source), "from": {"given": where, **known}, "file": file}
 
 
@@ -116,7 +117,7 @@ def describe_run(
         begun = (before or {}).get("sources", {}).get(source.name, {})
         known[source.name] = begun if "hub" in begun else identity(getattr(config, source.name))
     excluded = [
-        {"name": file.name, "sha256": sha256(file)}
+        {"name": file.name, "sha256": file_digest(file)}
         for given in exclude if Path(given).exists() for file in local_files(Path(given))
     ]  # fmt: skip
     facts = {"config": asdict(config), "sources": known, "exclude": excluded}

@@ -1,5 +1,6 @@
 """What a source yields for a row: contexts with their license, or the reason why the row is dropped."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import wraps
@@ -7,6 +8,8 @@ from functools import wraps
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.data.config import BuildConfig
+
+SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which JSON may hold
 
 
 @dataclass(frozen=True)
@@ -53,18 +56,9 @@ def text_of(row: dict, name: str) -> str:
     value = row.get(name)
     if isinstance(value, list) and all(isinstance(part, dict) for part in value):
         value = "\n".join(part["text"] for part in value if isinstance(part.get("text"), str))
-    if value is not None and not (isinstance(value, str) and is_unicode(value)):
+    if value is not None and (not isinstance(value, str) or SURROGATE.search(value)):
         raise DropRow(f"field {name} is not text")
     return value or ""
-
-
-def is_unicode(text: str) -> bool:
-    """Returns whether the text has no lone surrogate, which JSON may hold."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def whole(name: str, text: str, license: str, missing: str = "no document") -> list[Document]:

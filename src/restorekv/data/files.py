@@ -5,7 +5,6 @@ the hub are read through `datasets`.
 """
 
 import gzip
-import hashlib
 import importlib
 import io
 import json
@@ -18,6 +17,8 @@ from typing import Any, BinaryIO
 
 from restorekv.errors import RestoreKVError, first_sentence
 from restorekv.files import check_levels
+from restorekv.model.tokenize import decoded
+from restorekv.seal import file_digest
 
 ENDINGS = (".json", ".jsonl", ".parquet", ".txt")
 FORMATS = ", ".join(ENDINGS)
@@ -49,16 +50,11 @@ def local_files(path: Path) -> list[Path]:
     return files
 
 
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def identity(where: str) -> dict:
     """Returns what identifies a source: names and hashes of local files, or a hub id and its current commit."""
     path = Path(where)
     if path.exists():
-        return {"files": [{"name": file.name, "sha256": sha256(file)} for file in local_files(path)]}
+        return {"files": [{"name": file.name, "sha256": file_digest(file)} for file in local_files(path)]}
     if path.is_absolute() or where.startswith(".") or suffix(path) in ENDINGS or where.count("/") > 1:
         raise RestoreKVError(f"There is no file or folder {where}; check the path.")
     from huggingface_hub import HfApi
@@ -117,7 +113,8 @@ def values(file: Path) -> Iterator[tuple[str, object]]:
     try:
         with gzip.open(file) if packed else file.open("rb") as stream:
             if kind == ".txt":
-                yield "its text", {"text": plain_text(file, stream)}
+                text = decoded(stream.read(), str(file))
+                yield "its text", {"text": text.replace("\r\n", "\n").replace("\r", "\n")}
             elif starts_with_an_object(file, stream) or kind == ".jsonl":
                 for number, line in enumerate(iter(partial(stream.readline, LONGEST_LINE), b""), 1):
                     if line.strip():
@@ -141,13 +138,6 @@ def starts_with_an_object(file: Path, stream: BinaryIO) -> bool:
         return not first.lstrip().startswith(b"[") and isinstance(json.loads(first), dict)
     except (ValueError, RecursionError):
         return False
-
-
-def plain_text(file: Path, stream: BinaryIO) -> str:
-    try:
-        return io.TextIOWrapper(stream, encoding="utf-8-sig").read()
-    except UnicodeDecodeError as error:
-        raise RestoreKVError(f"{file} is not UTF-8 text (byte {error.start}); convert it first.") from error
 
 
 def parse_json(file: Path, content: bytes, line: int = 1) -> object:

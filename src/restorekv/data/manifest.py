@@ -21,6 +21,7 @@ from restorekv.files import has_type, read_json, write_json
 from restorekv.model.load import model_fingerprint, model_name, rope_fingerprint
 from restorekv.model.prompt import template_hash
 from restorekv.model.tokenize import text_ids
+from restorekv.restore.adapter_file import renamed_keys
 
 FORMAT, VERSION, NAME = "restorekv-data", 1, "manifest.json"
 RECORD, PARTS, LOCK = "build.json", "parts", ".build.json.lock"
@@ -42,14 +43,6 @@ RECORD_KEYS = {
 }  # fmt: skip
 PROBE = "Kv 0123456789: naïve, “tabs”\t\n\n日本 😀 What? Yes! (a; b) 'c' - d/e."
 SAME = {"fingerprint": "model", "template": "chat template", "tokenizer": "tokenizer"}
-RENAMED = {"licence": "license", "licences": "licenses"}  # keys as older files spell them
-
-
-def renamed_keys(value: object) -> object:
-    """Returns a JSON value with today's keys instead of those that older files use."""
-    if isinstance(value, dict):
-        return {RENAMED.get(key, key): renamed_keys(part) for key, part in value.items()}
-    return [renamed_keys(part) for part in value] if isinstance(value, list) else value
 
 
 def model_facts(model: PreTrainedModel, tokenizer: Tokenizer) -> dict:

@@ -13,12 +13,13 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.data.files import optional, parquet_rows
-from restorekv.data.manifest import check_model, read_manifest, renamed_keys
+from restorekv.data.manifest import check_model, read_manifest
 from restorekv.data.passages import FACT, HUMAN, LISTED, REPEAT
 from restorekv.data.self_study import KINDS, PROMPT
 from restorekv.data.sources import ASKED_ONCE, LICENSES
 from restorekv.errors import RestoreKVError
 from restorekv.files import read_bytes, replacing
+from restorekv.restore.adapter_file import renamed_keys
 
 TEXTS = ("source", "document", "context", "kind", "question", "answer", "license")
 NUMBERS = ("context_tokens", "question_tokens", "answer_tokens")

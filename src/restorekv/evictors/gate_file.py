@@ -11,7 +11,6 @@ kvzap-mlp     0.weight (m, d)  0.bias (m)  2.weight (H, m)  2.bias (H)
 The header holds the card and a SHA-256 over the card and every tensor.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -29,7 +28,7 @@ from restorekv.files import has_type, replacing
 from restorekv.model import base_weights
 from restorekv.model.load import SHIPPING, model_fingerprint, model_name, shipped_path
 from restorekv.model.shape import CacheShape
-from restorekv.seal import SIGNATURE, check_signed, signed_with_key
+from restorekv.seal import SIGNATURE, check_signed, digest, signed_with_key
 
 FORMAT, VERSION = "restorekv-gate", "1"
 TARGETS = {"fastkvzip": "kvzip", "kvzap-linear": "kvzip+", "kvzap-mlp": "kvzip+"}  # what each kind predicts
@@ -105,11 +104,6 @@ def read(path: Path) -> Gate:
     return Gate(split(path, tensors), card, digest(tensors, "")[:16])
 
 
-def read_header(path: Path) -> dict[str, str]:
-    """Returns the header of a gate file of this version."""
-    return opened(path)[0]
-
-
 def opened(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Returns header and tensors of a gate file of this version."""
     if path.is_dir() or not path.exists():
@@ -129,15 +123,6 @@ def check_numbers(name: object, tensors: Mapping[str, Tensor]) -> None:
     for parameter, tensor in tensors.items():
         if tensor.dtype not in DTYPES or not torch.isfinite(tensor).all():
             raise GateError(f"The gate {name} has numbers that are not finite ({shown(parameter)}); {MAKE}.")
-
-
-def digest(tensors: Mapping[str, Tensor], card: str) -> str:
-    """Returns the SHA-256 of the card and every tensor's name, dtype, shape and bytes."""
-    sha256 = hashlib.sha256(card.encode())
-    for name, tensor in sorted(tensors.items()):
-        sha256.update(f"\0{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
-        sha256.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return sha256.hexdigest()
 
 
 def split(name: object, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -201,7 +186,7 @@ def shipped(model: PreTrainedModel, kinds: Sequence[str]) -> Path:
     own, similar = base_weights.describe(model), []
     paths = (shipped_path(name, "gates", f"{kind}.safetensors") for kind in kinds for name in SHIPPING)
     for path in filter(Path.is_file, paths):
-        card = json.loads(read_header(path)["card"])
+        card = json.loads(opened(path)[0]["card"])
         if card["fingerprint"] == model_fingerprint(model):
             return path
         if base_weights.similarity(card.get("weights"), own) >= base_weights.ALIKE:

@@ -4,7 +4,6 @@ The cache is `$RESTOREKV_CACHE`, else `restorekv` in `$XDG_CACHE_HOME` or `~/.ca
 folder in float32, named by a hash of its file. MARKER is written last and lists the folder's files.
 """
 
-import hashlib
 import io
 import json
 import os
@@ -29,6 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, logging
 from restorekv.errors import ModelError, first_sentence, warn
 from restorekv.files import HOST, locked, sweep
 from restorekv.model import gguf_tokenizer
+from restorekv.seal import file_digest
 
 MAGIC = b"GGUF"
 MARKER, VERSION = "gguf.json", 1
@@ -85,8 +85,7 @@ def installed(package: str) -> Path | None:
 
 def prepared(file: Path, name: str) -> Path:
     """Returns the transformers folder made from a GGUF file, now or before; messages call the model `name`."""
-    with opened(file) as content:
-        key = f"{hashlib.file_digest(content, 'sha256').hexdigest()[:16]}-{VERSION}"
+    key = f"{file_digest(file)[:16]}-{VERSION}"
     root = cache_folder()
     if root is not None and marker_of(root / key):
         return root / key
@@ -152,18 +151,12 @@ def marker_of(folder: Path) -> dict | None:
     try:
         marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
         sound = marker["version"] == VERSION and all(
-            (folder / name).stat().st_size == size and (size > SMALL or digest(folder / name) == expected)
+            (folder / name).stat().st_size == size and (size > SMALL or file_digest(folder / name) == expected)
             for name, (size, expected) in marker["files"].items()
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return marker if sound else None
-
-
-def digest(path: Path) -> str:
-    """Returns the file's SHA-256."""
-    with path.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def make(file: Path, name: str, folder: Path) -> None:
@@ -233,7 +226,7 @@ def convert(file: Path, header: Header, folder: Path) -> None:
     with hushed():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    files = {path.name: (path.stat().st_size, digest(path)) for path in sorted(folder.iterdir())}
+    files = {path.name: (path.stat().st_size, file_digest(path)) for path in sorted(folder.iterdir())}
     marker = {"version": VERSION, "file": file.name, "weights": weights(header), "files": files}
     (folder / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
 

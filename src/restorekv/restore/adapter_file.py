@@ -38,6 +38,7 @@ PENDING = ".replacing"  # new files on the way to their places
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 PREFIX = "base_model.model."  # what PEFT puts before the names of the model's own modules
 VERSION = 1
+RENAMED = {"licence": "license", "licences": "licenses"}  # keys as older files spell them
 
 
 @dataclass(frozen=True)
@@ -104,12 +105,11 @@ def plain(value: Any) -> Any:
         ) from error
 
 
-def with_license_key(record: dict[str, Any]) -> dict[str, Any]:
-    """Returns a record under today's key `license`, which was `licence` in older files; so for its rows of data."""
-    record = {"license" if key == "licence" else key: value for key, value in record.items()}
-    if record.get("data"):
-        record["data"] = [with_license_key(row) for row in record["data"]]
-    return record
+def renamed_keys(value: Any) -> Any:
+    """Returns a JSON value with today's keys instead of those that older files use."""
+    if isinstance(value, dict):
+        return {RENAMED.get(key, key): renamed_keys(part) for key, part in value.items()}
+    return [renamed_keys(part) for part in value] if isinstance(value, list) else value
 
 
 def write(folder: Path, stored: Stored, readme: str | None = None) -> None:
@@ -224,7 +224,7 @@ def read_card(folder: Path, raw: dict[str, bytes]) -> Card | None:
         signature, sealed = entries.get(SIGNATURE), card_sum(entries)
         if entries.get(SUM, sealed) != sealed:
             raise ValueError("the checksum does not match")
-        entries = with_license_key(entries)
+        entries = renamed_keys(entries)
         version, sums = entries["version"], entries["sha256"]
         if version != VERSION:
             raise AdapterError(f"{path} has format version {version!r}; this restorekv reads version {VERSION}.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import Tensor
 from restorekv import files
 from restorekv.errors import RestoreKVError, first_sentence
 from restorekv.files import replacing
-from restorekv.seal import SIGNATURE, check_signed, signed_with_key
+from restorekv.seal import SIGNATURE, check_signed, digest, signed_with_key
 
 SUM, KIND = "sum", "restorekv-training"
 Sizes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -49,12 +48,8 @@ def read(path: Path, what: str, fix: str) -> tuple[dict[str, str], dict[str, Ten
 
 
 def checksum(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
-    """Returns the SHA-256 of the metadata and of every tensor's name, dtype, shape and bytes."""
-    sha256 = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
-    for name, tensor in sorted(tensors.items()):
-        sha256.update(f"\0{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
-        sha256.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
-    return sha256.hexdigest()
+    """Returns the SHA-256 of the metadata and the tensors."""
+    return digest(tensors, json.dumps(metadata, sort_keys=True))
 
 
 def fit(tensors: dict[str, Tensor], sizes: Sizes) -> bool:
