@@ -112,7 +112,7 @@ def test_rewind_is_free_and_exact(tiny_model):
     cache = RaggedCache.from_dense(prefill(tiny_model, ids(CONTEXT + 4, 1)), random_keep(tiny_model, CONTEXT))
     with torch.no_grad():
         first = tiny_model(ids(QUESTION, 2), past_key_values=cache, use_cache=True).logits
-        cache.rewind()
+        cache.reset()
         assert cache.get_seq_length() == CONTEXT + 4
         assert cache.layers[0].keys.equal(cache.layers[0].restore_keys)
         tiny_model(ids(3, 5), past_key_values=cache, use_cache=True)

@@ -60,7 +60,7 @@ def test_equals_tensors_that_are_copied_every_time(operations):
             mine.crop(SEEN + number)
             tail = tuple(x[:, :, :number] for x in tail)
         elif name == "rewind":
-            mine.rewind()
+            mine.reset()
             tail = tuple(x[:1].expand(rows, -1, -1, -1) for x in restore)
         elif name == "settle" and rows == 1:
             mine.settle()
@@ -88,7 +88,7 @@ def test_appending_moves_nothing_while_there_is_room():
     for _ in range(SPARE - 1):
         layer.update(*pair(1, 2))
     assert address(layer) == first and layer.columns == RESTORE + 6 + SPARE
-    layer.rewind()
+    layer.reset()
     layer.update(*pair(2, 2))
     assert address(layer) == first and layer.columns == RESTORE + 2
 
@@ -112,7 +112,7 @@ def test_reserved_buffers_stay_where_they_are():
     for _ in range(3):
         layer.update(*pair(37, 3))
         assert address(layer) == first
-        layer.rewind()
+        layer.reset()
 
 
 @torch.no_grad()
@@ -122,7 +122,7 @@ def test_what_is_written_after_a_crop_into_the_restore_cache_is_not_restored():
     layer.update(*pair(4))
     layer.crop(SEEN + 1)
     layer.update(*pair(4))
-    layer.rewind()
+    layer.reset()
     assert all(x.equal(y) for x, y in zip(layer.pair, restore, strict=True))
 
 

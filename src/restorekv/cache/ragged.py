@@ -201,11 +201,6 @@ class RaggedCache(Cache):
         for layer in self.layers:
             layer.settle()
 
-    def rewind(self) -> None:
-        """Forgets question and answer."""
-        for layer in self.layers:
-            layer.rewind()
-
     @property
     def positions(self) -> int:
         """S + T, the positions that the context occupied, plus the offset if there is one."""

@@ -1,7 +1,7 @@
 """What follows a compressed context: restore cache, question and answer, which have one length in every head.
 
 While gradients are recorded, every append makes new tensors, as autograd requires. Otherwise keys and values are the
-start of larger buffers, an append writes only its own columns, and `rewind` writes only the restore cache: a step costs
+start of larger buffers, an append writes only its own columns, and `reset` writes only the restore cache: a step costs
 what it adds, and addresses stay while the buffers suffice. A `fixed` tail shows its whole buffer and a tensor says
 where to write, so that every step is the same work (see compression/decode_graph.py).
 """
@@ -166,7 +166,7 @@ class TailLayer(CompressedLayer):
         self.keys, self.values = (x.clone() for x in self.pair)
         self.restore_keys, self.restore_values = self.pair
 
-    def rewind(self) -> None:
+    def reset(self) -> None:
         """Goes back to the restore cache, with as many rows as the tail has now; buffers keep their addresses."""
         if not self.fits(self.restore) or torch.is_grad_enabled():
             self.spread(len(self.keys))
@@ -178,9 +178,6 @@ class TailLayer(CompressedLayer):
     def spread(self, batch: int) -> None:
         """Reduces the tail to the restore cache, for `batch` rows, which share it until they are written."""
         self.keys, self.values = (x.expand(batch, -1, -1, -1) for x in (self.restore_keys, self.restore_values))
-
-    def reset(self) -> None:
-        self.rewind()
 
     def crop(self, length: int) -> None:
         """Drops -length positions (if negative) or all after the first `length`; never drops context."""

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -53,28 +52,21 @@ class Store:
         text = json.dumps({"version": VERSION, **self.facts, **key}, sort_keys=True)
         return self.folder / part / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.safetensors"
 
-    def find(self, part: str, key: dict[str, object], whole: Check) -> Tensors | None:
-        """Returns an entry's tensors, on the CPU, or None if there is no such entry; refuses others."""
+    def get(self, part: str, key: dict[str, object], whole: Check, compute: Callable[[], Tensors]) -> Tensors:
+        """Returns an entry's tensors, which are computed and written if it does not exist; refuses other tensors."""
         path = self.path(part, key)
         if not path.exists():
-            return None
+            tensors = compute()
+            self.write(path, tensors)
+            return tensors
         what = f"The cached file {path}"
         _, tensors = tensor_file.read(path, what, FIX)
         if not whole(tensors):
             raise RestoreKVError(f"{what} is damaged, it holds other tensors than such a file; {FIX}.")
         return tensors
 
-    def get(self, part: str, key: dict[str, object], whole: Check, compute: Callable[[], Tensors]) -> Tensors:
-        """Returns an entry, which is computed and written if it does not exist."""
-        entry = self.find(part, key, whole)
-        if entry is None:
-            entry = compute()
-            self.put(part, key, entry)
-        return entry
-
-    def put(self, part: str, key: dict[str, object], tensors: Tensors) -> None:
+    def write(self, path: Path, tensors: Tensors) -> None:
         """Writes an entry; refuses when the disk is nearly full."""
-        path = self.path(part, key)
         tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +77,7 @@ class Store:
                     "choose another place."
                 )
             tensor_file.write(path, tensors, {"format": "pt"})
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             raise RestoreKVError(f"Cannot write to {self.folder}; choose a writable folder ({error}).") from error
 
 
@@ -132,11 +124,15 @@ class TeacherCache:
         key = text | {"evictor": self.eviction.identity(self.model)}
         shape = CacheShape.of(self.model)
         size = {"scores": (torch.float32, (shape.layers, shape.heads, context.tokens))}
-        scores, full = self.store.find("scores", key, partial(tensor_file.fit, sizes=size)), None
-        if scores is None:
+        full = None
+
+        def scores() -> Tensors:
+            nonlocal full
             prepared = self.eviction.prepare(self.model, self.tokenizer, context)
-            scores, full = {"scores": prepared.scores}, prepared.full
-            self.store.put("scores", key, scores)
+            full = prepared.full
+            return {"scores": prepared.scores}
+
+        stored = self.store.get("scores", key, partial(tensor_file.fit, sizes=size), scores)
         if self.store_prefill:
             row = (self.model.dtype, (1, shape.heads, context.positions, shape.head_dim))
             rows = {f"{name}.{index}": row for index in range(shape.layers) for name in ("keys", "values")}
@@ -144,8 +140,8 @@ class TeacherCache:
             entry = self.store.get("prefill", text, whole, lambda: packed(full or prefill(self.model, context.ids)))
             full = unpacked(entry, self.model.device)
         full = prefill(self.model, context.ids) if full is None else full
-        stored = scores["scores"].to(self.model.device)
-        return ScoredContext(self.model, context, full, stored, self.eviction.conventions)
+        of_pairs = stored["scores"].to(self.model.device)
+        return ScoredContext(self.model, context, full, of_pairs, self.eviction.conventions)
 
     def targets(self, prepared: ScoredContext, example: Example) -> list[TeacherTarget]:
         """Returns the targets of a context, from the store if they are there."""
