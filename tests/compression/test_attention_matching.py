@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from restorekv.compression import allocate
+from restorekv.compression.allocate import HeadShares, share_out
 from restorekv.compression.attention_matching import method as attention_matching
-from restorekv.compression.attention_matching.head_shares import HeadShares, share_out
 from restorekv.compression.attention_matching.matching import box_least_squares, fit, least_squares, observe
 from restorekv.compression.attention_matching.method import AttentionMatching, subset
 from restorekv.compression.compressor import compress

@@ -56,7 +56,7 @@ def ask_each(
     """Returns the answers to each question, as many as `decoding` asks samples of, from its context and cache.
 
     `max_new_tokens` is one limit or one per question; `graph` makes every token's step the same work, on a GPU a CUDA
-    graph (decode_graph.py), and is for greedy answers.
+    graph, and is for greedy answers.
     """
     if graph and not decoding.plain:
         raise RestoreKVError("graph=True takes the likeliest token alone; leave it or the other options out.")

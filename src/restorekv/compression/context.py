@@ -56,7 +56,7 @@ class CompressedContext:
         Answers are greedy unless `options`, those of `Decoding`, say otherwise; with samples=N every question has a
         list of N answers. stream=True returns an iterator over the pieces of one answer. details=True returns `Answer`
         objects, with ids and log-probabilities. graph=True makes every step the same work, which a GPU replays as a
-        CUDA graph (decode_graph.py).
+        CUDA graph.
 
         >>> small.ask("What is the code of the market?", max_new_tokens=16)
         'market 46.'

@@ -29,8 +29,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import spec
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
-from restorekv.compression.allocate import GLOBAL
-from restorekv.compression.attention_matching.head_shares import UNIFORM, HeadShares, read_shares
+from restorekv.compression.allocate import GLOBAL, UNIFORM, HeadShares, read_shares
 from restorekv.compression.attention_matching.matching import Targets, fit, observe
 from restorekv.compression.prepared import CompressionConfig, Compressor, Progress, Ratio, ScoredContext, timed
 from restorekv.errors import AdapterError, RestoreKVError
