@@ -17,7 +17,6 @@ from typing import Any, BinaryIO
 
 from restorekv.errors import RestoreKVError, first_sentence
 from restorekv.files import check_levels
-from restorekv.model.tokenize import decoded
 from restorekv.seal import file_digest
 
 ENDINGS = (".json", ".jsonl", ".parquet", ".txt")
@@ -113,8 +112,7 @@ def values(file: Path) -> Iterator[tuple[str, object]]:
     try:
         with gzip.open(file) if packed else file.open("rb") as stream:
             if kind == ".txt":
-                text = decoded(stream.read(), str(file))
-                yield "its text", {"text": text.replace("\r\n", "\n").replace("\r", "\n")}
+                yield "its text", {"text": plain_text(file, stream)}
             elif starts_with_an_object(file, stream) or kind == ".jsonl":
                 for number, line in enumerate(iter(partial(stream.readline, LONGEST_LINE), b""), 1):
                     if line.strip():
@@ -138,6 +136,13 @@ def starts_with_an_object(file: Path, stream: BinaryIO) -> bool:
         return not first.lstrip().startswith(b"[") and isinstance(json.loads(first), dict)
     except (ValueError, RecursionError):
         return False
+
+
+def plain_text(file: Path, stream: BinaryIO) -> str:
+    try:
+        return io.TextIOWrapper(stream, encoding="utf-8-sig").read()
+    except UnicodeDecodeError as error:
+        raise RestoreKVError(f"{file} is not UTF-8 text (byte {error.start}); convert it first.") from error
 
 
 def parse_json(file: Path, content: bytes, line: int = 1) -> object:
