@@ -1,5 +1,6 @@
 """Files are written whole; what a killed process left of the same file goes with the next one."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -46,4 +47,17 @@ def test_a_folder_has_one_worker_at_a_time(tmp_path):
         assert list((tmp_path / "new").iterdir())
     assert not list((tmp_path / "new").iterdir())
     with alone(tmp_path / "new"):
+        pass
+
+
+def test_a_lock_that_its_holder_removes_meanwhile_is_not_acquired(tmp_path, monkeypatch):
+    """A third process would lock the new file of that name, and two would be at work."""
+    lock = fcntl.flock
+
+    def after_the_holder(file, how):
+        (tmp_path / ".lock").unlink()  # what the holder does last
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", after_the_holder)
+    with pytest.raises(RestoreKVError, match="Another process is at work"), alone(tmp_path):
         pass

@@ -99,7 +99,7 @@ def locked(path: Path) -> Iterator[bool]:
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            acquired = True
+            acquired = os.fstat(file.fileno()).st_nlink > 0  # else a holder has removed it, and others lock a new one
         except OSError as error:
             acquired = error.errno not in (errno.EWOULDBLOCK, errno.EACCES)  # other errors: a disk without locks
         yield acquired
