@@ -8,7 +8,7 @@ from math import floor
 import pytest
 
 from restorekv import compress, tasks
-from restorekv.compression import eviction
+from restorekv.compression import streaming
 from restorekv.compression.generate import answer_ids, answer_text, stop_ids
 from restorekv.compression.streaming import Stream
 from restorekv.errors import RestoreKVError
@@ -53,7 +53,7 @@ def counted(monkeypatch):
 
         return called
 
-    monkeypatch.setattr(eviction, "prefill", count(eviction.prefill, "", "prefill"))
+    monkeypatch.setattr(streaming, "prefill", count(streaming.prefill, "", "prefill"))
     monkeypatch.setattr(worker, "prefill", count(worker.prefill, "", "prefill"))
     monkeypatch.setattr(KVzip, "score", count(KVzip.score, "", "score"))
     monkeypatch.setattr(RestoreAdapter, "append", count(RestoreAdapter.append, "", "restore"))

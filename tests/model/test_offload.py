@@ -150,7 +150,7 @@ def test_a_store_is_written_by_update_alone(tiny_model, kind):
 
 def test_too_little_room_is_told_before_any_work(tiny_model, tiny_tokenizer, monkeypatch):
     monkeypatch.setattr(offload.shutil, "disk_usage", lambda folder: namedtuple("Usage", "free")(10))
-    monkeypatch.setattr("restorekv.compression.eviction.prefill", None)
+    monkeypatch.setattr("restorekv.compression.streaming.prefill", None)
     with pytest.raises(RestoreKVError, match=f"{tempfile.gettempdir()} has less; set TMPDIR"):
         compress(tiny_model, tiny_tokenizer, TEXT, offload=True)
 
@@ -167,7 +167,7 @@ def test_room_that_is_not_there_is_told_before_any_work(tiny_model, tiny_tokeniz
 
     monkeypatch.setattr(offload.os, "posix_fallocate", reserve, raising=False)
     monkeypatch.setattr(offload.mmap, "mmap", lambda file, nbytes: None)
-    monkeypatch.setattr("restorekv.compression.eviction.prefill", None)
+    monkeypatch.setattr("restorekv.compression.streaming.prefill", None)
     with pytest.raises(RestoreKVError, match=f"{tempfile.gettempdir()} has less; set TMPDIR"):
         compress(tiny_model, tiny_tokenizer, TEXT, offload=True)
     assert len(wanted) == 3 and len(set(wanted)) == 1
@@ -190,7 +190,7 @@ def test_a_scorer_with_a_cache_of_its_own_does_not_offload(tiny_model, tiny_toke
     """kvpress's presses; the package need not be there to tell."""
     assert not FromKVPress.offloads
     monkeypatch.setattr(Knorm, "offloads", False)
-    monkeypatch.setattr("restorekv.compression.eviction.prefill", None)
+    monkeypatch.setattr("restorekv.compression.streaming.prefill", None)
     with pytest.raises(RestoreKVError, match="knorm makes a full cache of its own in memory; leave out offload"):
         compress(tiny_model, tiny_tokenizer, TEXT, evictor="knorm", offload=True)
 

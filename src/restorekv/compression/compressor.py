@@ -27,14 +27,7 @@ from restorekv.compression.context import CompressedContext
 from restorekv.compression.context_checks import sums
 from restorekv.compression.context_file import Manifest
 from restorekv.compression.eviction import load_adapter, make_compressor
-from restorekv.compression.prepared import (
-    CompressionConfig,
-    Compressor,
-    PreparedContext,
-    Progress,
-    RestoreFrom,
-    timed,
-)
+from restorekv.compression.prepared import CompressionConfig, Compressor, PreparedContext, Progress, RestoreFrom, timed
 from restorekv.errors import BudgetError, RestoreKVError
 from restorekv.files import TEXT_LIMIT, read_bytes
 from restorekv.model.load import model_fingerprint, model_name, rope_fingerprint

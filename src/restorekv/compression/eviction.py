@@ -6,7 +6,6 @@ evict      B = floor(r * T_b * L * H) -> the evictor keeps the B - n*L*H best pa
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -28,11 +27,10 @@ from restorekv.compression.prepared import (
     ScoredContext,
     timed,
 )
-from restorekv.compression.streaming import StreamedContext, parts
+from restorekv.compression.streaming import StreamedContext, parts, read_part
 from restorekv.errors import AdapterError, RestoreKVError, warn
 from restorekv.model import attention
 from restorekv.model.load import SHIPPING, canonical, model_name, shipped_path
-from restorekv.model.observer import observe_layers
 from restorekv.model.offload import offloaded
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context, make_context, tell_beyond
@@ -112,17 +110,14 @@ class Eviction(Compressor):
             raise RestoreKVError(f"{self.evictor.name} makes a full cache of its own in memory; leave out offload.")
         attention.install(model)
         seconds: dict[str, float] = {}
+        into = offloaded(model, context.positions) if offload else None
         with torch.no_grad():
-            tell("prefill")
-            observer = self.evictor.observer(model, context) if self.scoring else None
-            observing = observe_layers(model, observer.on_layer) if observer else nullcontext()
-            with timed(seconds, "prefill"), observing:
-                full = prefill(model, context.ids, into=offloaded(model, context.positions) if offload else None)
             if self.scoring:
-                tell("score")
-                with timed(seconds, "score"):
-                    scores = self.evictor.score(model, tokenizer, context, full, observer)
+                full, scores = read_part(model, tokenizer, self.evictor, context, into, seconds, tell)
             else:
+                tell("prefill")
+                with timed(seconds, "prefill"):
+                    full = prefill(model, context.ids, into=into)
                 shape = CacheShape.of(model)
                 scores = torch.zeros(shape.layers, shape.heads, context.tokens, device=model.device)
         prepared = ScoredContext(model, context, full, scores, self.conventions, seconds=seconds)

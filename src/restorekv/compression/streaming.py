@@ -184,17 +184,19 @@ class Stream:
 
 
 def read_part(
-    model: PreTrainedModel, tokenizer: Tokenizer, evictor: Evictor, seen: Context, cache: RaggedCache | None,
-    seconds: dict[str, float],
+    model: PreTrainedModel, tokenizer: Tokenizer, evictor: Evictor, seen: Context, cache: Cache | None,
+    seconds: dict[str, float], tell: Progress = lambda phase: None,
 ) -> tuple[Cache, Tensor]:  # fmt: skip
-    """Prefills a part behind what `cache` holds, or with the prefix if there is none; returns the cache and scores.
+    """Prefills what `cache`, an empty one by default, does not hold of `seen`; returns the cache and scores.
 
-    `seen` is prefix and part, which the evictor takes for the whole text.
+    `seen` is what the evictor takes for the whole text: all of it, or prefix and part, behind a ragged cache.
     """
     observer = evictor.observer(model, seen)
     observing = observe_layers(model, observer.on_layer) if observer else nullcontext()
+    tell("prefill")
     with timed(seconds, "prefill"), observing:
-        full = prefill(model, seen.ids if cache is None else seen.ids[:, seen.prefix :], into=cache)
+        full = prefill(model, seen.ids[:, seen.prefix :] if isinstance(cache, RaggedCache) else seen.ids, into=cache)
+    tell("score")
     with timed(seconds, "score"):
         return full, evictor.score(model, tokenizer, seen, full, observer)
 

@@ -37,7 +37,7 @@ from restorekv.model import attention
 from restorekv.model.observer import LayerView, observe_layers
 from restorekv.model.prefill import CHUNK, prefill
 from restorekv.model.prompt import Context, encode, make_context
-from restorekv.model.shape import CacheShape, decoder
+from restorekv.model.shape import CacheShape
 from restorekv.restore.adapter import RestoreAdapter
 
 INSTRUCTION = "Repeat the previous context verbatim."
@@ -167,18 +167,16 @@ def reference(model: PreTrainedModel, full: DynamicCache, ids: Tensor, chosen: T
     reading.layers = [copy.copy(layer) for layer in full.layers]
     queries: list[list[Tensor]] = [[] for _ in full.layers]
     scales = [0.0 for _ in full.layers]
-    chosen, read = chosen.to(model.device), 0
+    chosen, columns = chosen.to(model.device), full.get_seq_length()
 
     def on_layer(view: LayerView) -> None:
         pool = view.query.transpose(1, 2).flatten(1, 2)
-        here = chosen - read * view.query.shape[1]
+        here = chosen - (view.key.shape[1] - view.query.shape[2] - columns) * view.query.shape[1]
         queries[view.layer].append(pool[:, here[(here >= 0) & (here < pool.shape[1])]])
         scales[view.layer] = view.scale
 
     with observe_layers(model, on_layer):
-        for piece in ids.to(model.device).split(CHUNK, dim=-1):
-            decoder(model)(input_ids=piece, past_key_values=reading, use_cache=True)
-            read += piece.shape[-1]
+        prefill(model, ids, CHUNK, into=reading)
     return [(torch.cat(pieces, 1), scale) for pieces, scale in zip(queries, scales, strict=True)]
 
 
