@@ -268,12 +268,7 @@ def check_saved(path: str | Path, content: object, document: CompressedContext) 
     sound = isinstance(content.get("system"), str) and isinstance(turns, list)
     for turn in turns if sound else ():
         sound &= isinstance(turn, dict) and set(turn) == set(SAVED) and all(has_type(turn[n], SAVED[n]) for n in SAVED)
-        sound = (
-            sound and bool(turn["read"] and turn["written"]) and in_range(turn["read"] + turn["written"], vocabulary)
-        )
+        sound = sound and bool(turn["read"] and turn["written"])
+        sound = sound and all(0 <= token < vocabulary for token in turn["read"] + turn["written"])
     if not sound:
         raise CacheFileError(f"{path} is damaged; its turns are not what chat.save writes.")
-
-
-def in_range(ids: Sequence[int], vocabulary: int) -> bool:
-    return min(ids) >= 0 and max(ids) < vocabulary

@@ -9,6 +9,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from restorekv.cache.ragged import RaggedLayer
+from restorekv.cache.tail import CompressedLayer
 from restorekv.model.shape import decoder
 
 CHUNK = 4096
@@ -66,8 +67,10 @@ def read_only(layer: DynamicLayer | RaggedLayer, columns: int | None) -> ReadOnl
     return RaggedLayer(*context, layer.seen, *(x[..., :columns, :] for x in layer.pair), layer.bias)
 
 
-class QueryOnlyLayer(DynamicLayer):
+class QueryOnlyLayer(CompressedLayer):
     """Shows only the pairs of a pass, at positions after `seen` cached ones; the pass's observer computes attention."""
+
+    columns = 0
 
     def __init__(self, seen: int) -> None:
         super().__init__()
@@ -76,13 +79,6 @@ class QueryOnlyLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Returns (1, H, Q, D) unchanged."""
         return key_states, value_states
-
-    def get_seq_length(self, *_: object) -> int:
-        return self.seen
-
-    def get_mask_sizes(self, query: int | Tensor) -> tuple[int, int]:
-        """Returns the mask's width and offset, for the pass alone; see CompressedLayer."""
-        return query.shape[0] if isinstance(query, Tensor) else query, self.seen
 
 
 def query_only_view(full: Cache) -> Cache:
