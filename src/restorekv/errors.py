@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
@@ -32,6 +32,12 @@ class ModelError(RestoreKVError):
 
 class RestoreKVWarning(UserWarning):
     """Something that works but is probably not what the user wants, such as an adapter trained with another evictor."""
+
+
+def one_of(name: str, value: str, known: Iterable[str]) -> None:
+    """Refuses a value that is not known."""
+    if value not in known:
+        raise RestoreKVError(f"{name} is one of {', '.join(known)}, not {value!r}.")
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from restorekv.errors import RestoreKVError
+from restorekv.errors import one_of
 
 GROUP = 128  # rows of a head that share the scales of their keys
 FP8 = torch.float8_e4m3fn
@@ -76,8 +76,7 @@ def tensors_of(rows: Tensor | Packed) -> list[Tensor]:
 
 def check(storage: str) -> None:
     """Refuses a name that is not in STORAGES."""
-    if storage not in STORAGES:
-        raise RestoreKVError(f"storage is one of {', '.join(STORAGES)}, not {storage!r}.")
+    one_of("storage", storage, STORAGES)
 
 
 def pack(keys: Tensor, values: Tensor, bounds: Bounds, storage: str) -> tuple[Packed, Packed]:

@@ -10,8 +10,8 @@ from restorekv.cli.compress import summary
 from restorekv.cli.session import notes, open_documents, print_figures, read_text
 from restorekv.compression.context import size
 from restorekv.compression.growing import RESTORE
-from restorekv.compression.prepared import one_of
 from restorekv.compression.several import compose as compose_documents
+from restorekv.errors import one_of
 from restorekv.seal import read_key
 
 

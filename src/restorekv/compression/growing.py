@@ -27,7 +27,7 @@ from restorekv.compression.eviction import Eviction
 from restorekv.compression.portable import rotated
 from restorekv.compression.prepared import timed
 from restorekv.compression.streaming import Pairs, read_part, restore_pairs
-from restorekv.errors import BudgetError, RestoreKVError
+from restorekv.errors import BudgetError, RestoreKVError, one_of
 from restorekv.model import attention
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context, tell_beyond
@@ -52,8 +52,7 @@ class Growth:
 
     def __post_init__(self) -> None:
         evictor, config = self.how.evictor, self.how.conventions
-        if self.restore not in RESTORE:
-            raise RestoreKVError(f"restore is one of {', '.join(RESTORE)}, not {self.restore!r}.")
+        one_of("restore", self.restore, RESTORE)
         if not evictor.streams:
             why = f"The evictor {evictor.name} scores a context as a whole"
             raise RestoreKVError(f"{why}; compress the whole text again.")

@@ -23,7 +23,7 @@ from restorekv.cache.ragged import RaggedCache
 from restorekv.compression import allocate
 from restorekv.compression.allocate import GLOBAL, Allocation
 from restorekv.compression.budget import ON_SMALL_BUDGET, PREFIX_POLICIES, Budget, OnSmallBudget, PrefixPolicy, to_file
-from restorekv.errors import BudgetError, RestoreKVError
+from restorekv.errors import BudgetError, RestoreKVError, one_of
 from restorekv.model import attention
 from restorekv.model.prefill import read_only_view
 from restorekv.model.prompt import Context
@@ -36,12 +36,6 @@ RestoreFrom = Literal["full", "evicted"]
 Ratio = float | str | Fraction | Budget
 Progress = Callable[[str], None]
 RESTORE_FROM: tuple[str, ...] = ("full", "evicted")
-
-
-def one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    """Refuses a value that is not known."""
-    if value not in known:
-        raise RestoreKVError(f"{name} is one of {', '.join(known)}, not {value!r}.")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, one_of
 
 MIXTURE_NAMES = ("paper", "permissive", "passages")
 MAY_BE_ZERO = {
@@ -73,8 +73,7 @@ class BuildConfig:
     seed: int = setting(0, "Seed for drawing chunks of books.")
 
     def __post_init__(self) -> None:
-        if self.mixture not in MIXTURE_NAMES:
-            raise RestoreKVError(f"The mixture must be one of {', '.join(MIXTURE_NAMES)}, not {self.mixture!r}.")
+        one_of("The mixture", self.mixture, MIXTURE_NAMES)
         counts = {item.name for item in fields(self) if isinstance(getattr(self, item.name), int)}
         require_at_least(0, self, MAY_BE_ZERO)
         require_at_least(1, self, sorted(counts - MAY_BE_ZERO))

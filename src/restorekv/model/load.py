@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.errors import ModelError, RestoreKVError, first_sentence
+from restorekv.errors import ModelError, RestoreKVError, first_sentence, one_of
 from restorekv.model import attention, gguf
 from restorekv.model.shape import CacheShape
 
@@ -99,8 +99,8 @@ def load_model(
 
 def check_dtype(name: str | torch.dtype) -> None:
     """Refuses a name that is not in DTYPES."""
-    if isinstance(name, str) and name not in DTYPES:
-        raise RestoreKVError(f"The dtype is one of {', '.join(DTYPES)}, not {name!r}.")
+    if isinstance(name, str):
+        one_of("The dtype", name, DTYPES)
 
 
 def stretch(config: PretrainedConfig, rope: Mapping[str, object] | float) -> None:

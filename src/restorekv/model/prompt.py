@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.errors import RestoreKVError, warn
+from restorekv.errors import RestoreKVError, one_of, warn
 from restorekv.model.load import longest
 from restorekv.model.tokenize import text_ids
 
@@ -80,8 +80,7 @@ def fit(model: PreTrainedModel, context: Context, too_long: str = "refuse", offs
 
     "refuse" raises RestoreKVError instead of cutting. An `offset` moves the question by so many positions.
     """
-    if too_long not in TOO_LONG:
-        raise RestoreKVError(f"max_context is one of {', '.join(TOO_LONG)}, not {too_long!r}.")
+    one_of("max_context", too_long, TOO_LONG)
     limit = longest(model.config)
     most = limit - min(ROOM, limit // 4) - offset - context.prefix - context.suffix.shape[-1]
     over = context.tokens - most

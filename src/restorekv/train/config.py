@@ -8,9 +8,9 @@ from typing import Literal, Self, get_type_hints
 
 from restorekv.compression.budget import PrefixPolicy
 from restorekv.compression.eviction import Eviction
-from restorekv.compression.prepared import RestoreFrom, one_of
+from restorekv.compression.prepared import RestoreFrom
 from restorekv.data.config import require_at_least, setting
-from restorekv.errors import RestoreKVError, shown
+from restorekv.errors import RestoreKVError, one_of, shown
 from restorekv.files import has_type, parse_json
 from restorekv.train.loss import ATTENTION, DIRECTIONS, HIDDEN, REDUCTIONS, Direction, Reduction
 
