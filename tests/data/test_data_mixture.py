@@ -156,8 +156,13 @@ def test_data_of_another_model_or_tokenizer_is_refused(made, tiny_tokenizer):
             read_mixture(made, model, tiny_tokenizer)
     finally:
         tiny_tokenizer.chat_template = template
+
+
+def test_longer_contexts_than_the_manifest_allows_are_refused(data):
+    manifest = json.loads((data / "manifest.json").read_text()) | {"longest": 50}
+    (data / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(RestoreKVError, match="more than 50"):
-        read_mixture(made, longest=50)
+        read_mixture(data)
 
 
 def test_the_record_tells_origin_counts_and_who_wrote(made, files):

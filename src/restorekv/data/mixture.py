@@ -60,21 +60,17 @@ def write_examples(path: Path, rows: list[dict]) -> None:
 
 
 def read_mixture(
-    folder: str | Path,
-    model: PreTrainedModel | None = None,
-    tokenizer: Tokenizer | None = None,
-    longest: int | None = None,
+    folder: str | Path, model: PreTrainedModel | None = None, tokenizer: Tokenizer | None = None
 ) -> tuple[list[MixtureContext], dict]:
     """Returns the contexts, source by source, and the manifest.
 
-    Refuses data of another model than `model` and `tokenizer`, and contexts of more tokens than `longest` or than the
-    limit they were made with. Raises RestoreKVError that names the file, and the row where one is bad (from 1).
+    Refuses data of another model than `model` and `tokenizer`, and contexts of more tokens than the limit they were
+    made with. Raises RestoreKVError that names the file, and the row where one is bad (from 1).
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
     if model is not None and tokenizer is not None:
         check_model(manifest, model, tokenizer, folder)
-    limit = manifest["longest"] if longest is None else min(longest, manifest["longest"])
     contexts: list[MixtureContext] = []
     for name, source in manifest["sources"].items():
         path = folder / source["file"]["name"]
@@ -82,7 +78,7 @@ def read_mixture(
             raise RestoreKVError(f"{path} is missing; get or build the data again.")
         raw = read_bytes(path, str(path), LIMIT)
         # Rows first: a bad row tells the reader more than a checksum that does not match.
-        rows = list(checked_rows(path, raw, name, limit, source["examples"]))
+        rows = list(checked_rows(path, raw, name, manifest["longest"], source["examples"]))
         if hashlib.sha256(raw).hexdigest() != source["file"]["sha256"] or len(rows) != source["examples"]:
             raise RestoreKVError(f"{path} is not the file that the manifest describes; get or build the data again.")
         contexts += grouped(rows)
