@@ -20,6 +20,7 @@ from restorekv import CompressedContext, compress  # noqa: E402
 from restorekv.compression.generate import answer_ids, answer_text, stop_ids  # noqa: E402
 from restorekv.model.shape import decoder  # noqa: E402
 from restorekv.serve.documents import text_of  # noqa: E402
+from restorekv.serve.guard import Connection  # noqa: E402
 from restorekv.serve.run import Settings, application  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
 from tests.helpers.models import build_model  # noqa: E402
@@ -39,7 +40,7 @@ def model():
 def serving(model, tokenizer, folder: Path, **settings: object) -> Iterator[str]:
     """The address of a server in a thread of this process."""
     app = application(model, tokenizer, Settings(folder, "tiny", VARIANT, **settings))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", http=Connection))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

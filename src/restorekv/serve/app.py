@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
-import json
 import logging
-import secrets
-import time
 from collections.abc import Callable
+from pathlib import Path
 
 from fastapi import FastAPI, Form, Request, UploadFile
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from restorekv.errors import RestoreKVError
-from restorekv.serve import replies
+from restorekv.serve import replies, schemas
 from restorekv.serve.engine import BusyError
+from restorekv.serve.guard import AROUND, Guard, problem
 from restorekv.serve.page import PATHS, add_page
 from restorekv.serve.requests import ChatRequest
 from restorekv.serve.responses import add_responses
@@ -25,32 +25,14 @@ from restorekv.serve.service import ApiError, Service
 from restorekv.serve.variants import Variant
 
 LOG = logging.getLogger("restorekv.serve")
-LOOPBACK = ("127.0.0.1", "::1")
 OPEN = ("/health", "/ready", *PATHS)  # asked without a key
+BYTES, FIGURES = "application/octet-stream", "text/plain; version=0.0.4"
 
 
 def make_app(service: Service, keys: list[str], ready: Callable[[], bool], lifespan: Callable | None = None) -> FastAPI:
     """Returns the application; with `keys`, every path but health and the page's files needs one of them."""
-    app = FastAPI(title="restorekv", docs_url=None, redoc_url=None, lifespan=lifespan)
-
-    @app.middleware("http")
-    async def guard(request: Request, call_next: Callable) -> Response:
-        """Checks the key, bounds the body, names the request and logs it without its text."""
-        name, start = request.headers.get("x-request-id", "")[:64] or secrets.token_hex(8), time.perf_counter()
-        if not at_home(request, keys):
-            response: Response = problem(403, "Another site's page asks; open this server's own address.")
-        elif request.url.path not in OPEN and keys and not allowed(request.headers.get("authorization", ""), keys):
-            response = problem(401, "Give a key of this server: Authorization: Bearer KEY.", "invalid_api_key")
-        elif int(request.headers.get("content-length") or 0) > service.limits.upload + (1 << 20):
-            response = problem(413, f"The request is larger than {service.limits.upload:,} bytes; split it.")
-        else:
-            response = await call_next(request)
-        response.headers["x-request-id"] = name
-        seconds = round(time.perf_counter() - start, 4)
-        line = {"id": name, "method": request.method, "path": request.url.path, "status": response.status_code}
-        LOG.info(json.dumps({**line, "seconds": seconds}))
-        return response
-
+    app = FastAPI(title="restorekv", docs_url=None, redoc_url=None, lifespan=lifespan, responses=schemas.PROBLEMS)
+    app.add_middleware(Guard, keys=keys, largest=service.limits.upload + AROUND, open_paths=OPEN)
     add_errors(app, service)
     add_routes(app, service, ready)
     add_files(app, service)
@@ -75,116 +57,101 @@ def add_errors(app: FastAPI, service: Service) -> None:
         status = 404 if str(error).startswith("There is no model") else 400
         return problem(status, str(error), "model_not_found" if status == 404 else None)
 
+    @app.exception_handler(ValidationError)
     @app.exception_handler(RequestValidationError)
-    async def malformed(_: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if part != "body")
-        return problem(400, f"{where}: {first['msg']}." if where else f"{first['msg']}.")
+    async def malformed(_: Request, error: ValidationError | RequestValidationError) -> Response:
+        first = max(error.errors(), key=lambda each: len(each["loc"]))  # of a choice, what came closest
+        where = ".".join(str(part) for part in first["loc"] if part != "body" and "[" not in str(part))
+        message = first["msg"].removeprefix("Value error, ").removesuffix(".")
+        return problem(400, f"{where}: {message}." if where else f"{message}.")
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
-        return problem(error.status_code, f"{request.method} {request.url.path}: {error.detail}.")
+        message, headers = f"{request.method} {request.url.path[:200]}: {error.detail}.", error.headers
+        if error.status_code == 405:  # the framework names the methods of one of the path's routes only
+            fitting = [route for route in app.routes if route.matches(request.scope)[0] is not Match.NONE]
+            headers = {"allow": ", ".join(sorted({each for route in fitting for each in route.methods}))}
+        return problem(error.status_code, message, headers=headers)
 
     @app.exception_handler(TimeoutError)
     async def slow(_: Request, error: TimeoutError) -> Response:
         return problem(504, f"The answer took longer than {service.limits.seconds:g} seconds; ask for fewer tokens.")
 
+    @app.exception_handler(Exception)
+    async def failed(_: Request, error: Exception) -> Response:
+        return problem(500, "The server failed on this; its log says why.")
+
 
 def add_routes(app: FastAPI, service: Service, ready: Callable[[], bool]) -> None:
-    """Adds every path."""
+    """Adds every path but those of files, responses and the page."""
+    not_yet = {503: {"model": schemas.Ready, "description": "The server still starts or ends"}}
 
     @app.get("/health")
-    async def health() -> dict:
-        return {"status": "ok"}
+    async def health() -> schemas.Status:
+        return schemas.Status(status="ok")
 
-    @app.get("/ready")
+    @app.get("/ready", response_model=schemas.Ready, responses=not_yet)
     async def is_ready() -> Response:
         return JSONResponse({"ready": ready()}, 200 if ready() else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=Response, responses=schemas.content("text/plain"))
     async def metrics() -> Response:
-        return Response(replies.metrics(service.engine), media_type="text/plain; version=0.0.4")
+        return Response(replies.metrics(service.engine), media_type=FIGURES)
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", response_model=schemas.Models)
     async def models() -> dict:
         return {"object": "list", "data": [replies.model(name) for name in (service.base, service.default.name)]}
 
-    @app.get("/v1/models/{name}")
+    @app.get("/v1/models/{name}", response_model=schemas.Model)
     async def one_model(name: str) -> dict:
         return replies.model(Variant.parse(name, service.base).name)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=schemas.streamed(schemas.Completion))
     async def complete(request: Request, asked: ChatRequest) -> Response:
         return await service.complete(asked, request.is_disconnected)
 
 
 def add_files(app: FastAPI, service: Service) -> None:
     """Adds the paths of uploads."""
+    full = {507: {"model": schemas.Problem, "description": "The server's disk is full"}}
 
-    @app.post("/v1/files")
-    async def create(request: Request, file: UploadFile, purpose: str = Form("user_data")) -> dict:
-        form = await request.form()
-        return replies.upload(await service.create(file, purpose, lifetime(form)))
+    @app.post("/v1/files", response_model=schemas.File, responses=full)
+    async def create(
+        file: UploadFile, purpose: str = Form("user_data", max_length=64),
+        seconds: int | None = Form(None, alias="expires_after[seconds]", ge=3600, le=2592000),
+    ) -> dict:  # fmt: skip
+        return replies.upload(await service.create(file, purpose, seconds))
 
-    @app.get("/v1/files")
+    @app.get("/v1/files", response_model=schemas.Files)
     async def listed() -> dict:
         return {"object": "list", "data": [replies.upload(each) for each in service.store.list()], "has_more": False}
 
-    @app.get("/v1/files/{name}")
+    @app.get("/v1/files/{name}", response_model=schemas.File)
     async def retrieve(name: str) -> dict:
         return replies.upload(service.found(name))
 
-    @app.get("/v1/files/{name}/content")
+    @app.get("/v1/files/{name}/content", response_class=Response, responses=schemas.content(BYTES))
     async def content(name: str) -> Response:
-        return Response(service.store.content(service.found(name).id), media_type="application/octet-stream")
+        return await sent(service.store.file(service.found(name).id), f"{name} was deleted.")
 
-    @app.get("/v1/files/{name}/cache")
+    @app.get("/v1/files/{name}/cache", response_class=Response, responses=schemas.content(BYTES))
     async def cache(name: str) -> Response:
         upload = service.found(name)
         path = service.store.find(service.engine.key(upload.sha256, service.default))
-        if path is None:
-            raise ApiError(404, f"{upload.id} is not compressed yet; wait until it is processed.")
-        return Response(await asyncio.to_thread(path.read_bytes), media_type="application/octet-stream")
+        return await sent(path, f"{upload.id} is not compressed yet; wait until it is processed.")
 
-    @app.delete("/v1/files/{name}")
+    @app.delete("/v1/files/{name}", response_model=schemas.Deleted)
     async def delete(name: str) -> dict:
         upload = service.found(name)
         service.store.delete(upload.id)
         return {"id": upload.id, "object": "file", "deleted": True}
 
 
-def lifetime(form: object) -> int | None:
-    """Returns the seconds after which an upload expires, None for never."""
-    given = form.get("expires_after[seconds]")
-    if given is None:
-        return None
-    if not str(given).isdigit() or not 3600 <= int(given) <= 2592000:
-        raise ApiError(400, "expires_after[seconds] is a number from 3600 to 2592000.")
-    return int(given)
-
-
-def at_home(request: Request, keys: list[str]) -> bool:
-    """Whether a request without a key comes from no page of another site, which could read the documents here.
-
-    Such a page sends its own Origin, or has made its name resolve to this machine, which the Host shows.
-    """
-    host, origin = request.headers.get("host", ""), request.headers.get("origin")
-    if keys:
-        return True
-    local = request.client is None or request.client.host in LOOPBACK
-    name = host.rsplit(":", 1)[0].strip("[]")
-    return (not local or name in (*LOOPBACK, "localhost", "testserver")) and (
-        origin is None or origin.split("://", 1)[-1] == host
-    )
-
-
-def allowed(header: str, keys: list[str]) -> bool:
-    """Compares the given key with every key, in constant time."""
-    given = header.removeprefix("Bearer ").encode()
-    return any([hmac.compare_digest(given, key.encode()) for key in keys])
-
-
-def problem(status: int, message: str, code: str | None = None, headers: dict | None = None) -> Response:
-    """Returns an error as OpenAI's API writes it."""
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": code}}, status, headers)
+async def sent(path: Path | None, otherwise: str) -> Response:
+    """Returns the bytes of a file, or 404 and a sentence where it is not there, or no longer."""
+    try:
+        if path is not None:
+            return Response(await asyncio.to_thread(path.read_bytes), media_type=BYTES)
+    except FileNotFoundError:
+        pass
+    raise ApiError(404, otherwise)

@@ -22,9 +22,10 @@ from restorekv.compression import generate
 from restorekv.compression.compressor import compress
 from restorekv.compression.context import CompressedContext
 from restorekv.errors import CacheFileError
-from restorekv.model.load import model_fingerprint
+from restorekv.model.load import longest, model_fingerprint
 from restorekv.model.prompt import template_hash
 from restorekv.serve import kept
+from restorekv.serve.documents import check_size
 from restorekv.serve.engine import Content, Document
 from restorekv.serve.store import Store
 from restorekv.serve.variants import Variant
@@ -122,6 +123,7 @@ class Caches:
         """Compresses a text; loads a cache file from a path."""
         if isinstance(content, Path):
             return CompressedContext.load(content, self.model, self.tokenizer)
+        check_size(content, self.tokenizer, longest(self.model.config))
         try:
             made = compress(self.model, self.tokenizer, content, progress=lambda name: self.on_phase(key, name),
                             **variant.options)  # fmt: skip

@@ -1,87 +1,74 @@
-"""What was uploaded, as text: UTF-8, Markdown and HTML as they are, PDF and DOCX through their libraries."""
+"""What was uploaded, as text: UTF-8 and Markdown as they are, HTML, PDF and DOCX through a program of its own."""
 
 from __future__ import annotations
 
-import io
-from html.parser import HTMLParser
-from importlib import import_module
-from pathlib import PurePath
+import subprocess
+import sys
+import threading
+from functools import lru_cache
+from pathlib import Path, PurePath
+
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.errors import RestoreKVError
 from restorekv.model.tokenize import decoded
+from restorekv.serve.reader import MISSING
 
-HIDDEN = {"script", "style", "head", "template", "noscript"}
-BLOCKS = {"p", "div", "br", "li", "tr", "h1", "h2", "h3", "h4", "h5", "h6", "section", "article", "blockquote", "pre"}
-PAGES = 20_000  # of a PDF
+READER = Path(__file__).with_name("reader.py")
+KINDS = {".pdf": "pdf", ".docx": "docx", ".html": "html", ".htm": "html"}
+SECONDS = {"pdf": 60, "docx": 20, "html": 10}  # of a processor's time, and twice that by the clock
+PACKAGES = {"pypdf": "pypdf", "docx": "python-docx"}
+MEMORY = 2 << 30  # bytes that reading a file may take
+READING = threading.BoundedSemaphore(2)  # such processes at once
+LONGEST_NAME = 120  # characters
 
 
 def text_of(name: str, content: bytes) -> str:
     """Returns the text of a file by its name's ending; refuses what has none."""
-    match PurePath(name).suffix.lower():
-        case ".pdf":
-            text = of_pdf(name, content)
-        case ".docx":
-            text = of_docx(name, content)
-        case ".html" | ".htm":
-            text = of_html(decoded(content, name))
-        case _:
-            text = decoded(content, name)
+    kind, name = KINDS.get(PurePath(name).suffix.lower()), shown(name)
+    text = decoded(content, name) if kind in (None, "html") else ""
+    if kind:
+        text = read(kind, name, text.encode() or content)
     if not text.strip():
         raise RestoreKVError(f"{name} has no text; give one with at least one word.")
     return text
 
 
-def of_pdf(name: str, content: bytes) -> str:
-    reader = library("pypdf", name)
+def read(kind: str, name: str, content: bytes) -> str:
+    """Returns the text of a file that a process of its own reads, so that a hostile one harms nobody else."""
+    command = [sys.executable, "-P", str(READER), kind, str(MEMORY), str(SECONDS[kind])]
     try:
-        pages = reader.PdfReader(io.BytesIO(content)).pages[:PAGES]
-        return "\n\n".join(page.extract_text() for page in pages)
-    except Exception as error:  # a stranger's file: the library has errors of many kinds
+        with READING:
+            done = subprocess.run(command, input=content, capture_output=True, timeout=2 * SECONDS[kind])
+    except subprocess.TimeoutExpired:
+        done = None
+    why = done.stderr.decode(errors="replace").strip().rpartition("\n")[2] if done else ""
+    if done and done.returncode == 0:
+        return done.stdout.decode()
+    if done and done.returncode == MISSING:
+        wanted = PACKAGES.get(why, why)
+        raise RestoreKVError(f"Reading {name} needs the package {wanted}; pip install 'restorekv[serve]'.")
+    if done is None or done.returncode < 0 or why == "MemoryError":
+        raise RestoreKVError(f"{name} takes too long or too much memory to read; give its text.")
+    raise RestoreKVError(f"{name} is not a file of its kind that can be read ({why[:60]}); save it again.")
+
+
+def shown(name: str) -> str:
+    """Returns a file's name for a sentence: on one line and not too long."""
+    return "".join(each if each.isprintable() else "_" for each in name)[-LONGEST_NAME:]
+
+
+def check_size(text: str, tokenizer: Tokenizer, positions: int) -> None:
+    """Refuses a text that is too long however it is tokenized; tokenizing it alone may take gigabytes."""
+    most = positions * longest_token(tokenizer)
+    if len(text) > most:
         raise RestoreKVError(
-            f"{name} is not a PDF that can be read ({type(error).__name__}); export it again."
-        ) from None
+            f"The text has {len(text):,} characters, and the model's {positions:,} positions have room for fewer than "
+            f"{most:,}; split it."
+        )
 
 
-def of_docx(name: str, content: bytes) -> str:
-    reader = library("docx", name)
-    try:
-        return "\n\n".join(paragraph.text for paragraph in reader.Document(io.BytesIO(content)).paragraphs)
-    except Exception as error:  # as above
-        raise RestoreKVError(
-            f"{name} is not a DOCX file that can be read ({type(error).__name__}); save it again."
-        ) from None
-
-
-def library(module: str, name: str) -> object:
-    try:
-        return import_module(module)
-    except ImportError:
-        raise RestoreKVError(f"Reading {name} needs the package {module}; pip install 'restorekv[serve]'.") from None
-
-
-def of_html(page: str) -> str:
-    """Returns what a browser would show as text."""
-    reader = Words()
-    reader.feed(page)
-    reader.close()
-    lines = (" ".join(line.split()) for line in "".join(reader.parts).splitlines())
-    return "\n".join(line for line in lines if line)
-
-
-class Words(HTMLParser):
-    """Collects the text outside of scripts and the like."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts, self.hidden = [], 0
-
-    def handle_starttag(self, tag: str, attrs: object) -> None:
-        self.hidden += tag in HIDDEN
-        self.parts += "\n" if tag in BLOCKS else ""
-
-    def handle_endtag(self, tag: str) -> None:
-        self.hidden -= tag in HIDDEN and self.hidden > 0
-        self.parts += "\n" if tag in BLOCKS else ""
-
-    def handle_data(self, data: str) -> None:
-        self.parts += data if not self.hidden else ""
+@lru_cache(maxsize=4)
+def longest_token(tokenizer: Tokenizer) -> int:
+    """Returns the characters of the longest token."""
+    return max(map(len, tokenizer.get_vocab()))

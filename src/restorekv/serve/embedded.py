@@ -23,9 +23,12 @@ from restorekv.compression.chat import conversation_ids
 from restorekv.compression.context import CompressedContext
 from restorekv.compression.sampling import Row, rows_of
 from restorekv.compression.several import compose
+from restorekv.errors import RestoreKVError
+from restorekv.model.load import longest
 from restorekv.model.observer import HOOKS
 from restorekv.model.shape import decoder
 from restorekv.serve.caches import Caches
+from restorekv.serve.documents import check_size
 from restorekv.serve.engine import BusyError, Question, Reply
 from restorekv.serve.store import Store
 
@@ -128,8 +131,15 @@ class Embedded(Caches):
     def asked(self, question: Question) -> Asked:
         """Returns the question with its documents as one, the ids that the model reads, and seeds for its answers."""
         started, contexts = time.perf_counter(), [each.context for each in question.documents]
-        whole = compose(contexts) if len(contexts) > 1 else contexts[0]
+        whole, most = compose(contexts) if len(contexts) > 1 else contexts[0], longest(self.model.config)
+        said = "".join((question.system, question.text, *(text for turn in question.turns for text in turn)))
+        check_size(said, self.tokenizer, most)
         prompt = conversation_ids(self.tokenizer, whole.context, question.turns, question.text, question.system)
+        if (left := most - whole.context.positions - len(prompt)) < 1:
+            raise RestoreKVError(
+                f"Documents and question are longer than the model's {most:,} positions; shorten them."
+            )
+        question.limit = min(question.limit, left)
         decoding, read = question.decoding, torch.cat([whole.context.ids[0], prompt])[None]
         seeds = [decoding.seed + number for number in range(decoding.samples)]
         rows = rows_of(decoding, self.tokenizer, [read] * len(seeds), seeds, self.stops, always=True)

@@ -13,6 +13,7 @@ from fastapi.responses import Response
 
 from restorekv.compression.compressor import PRESETS
 from restorekv.evictors import EVICTORS
+from restorekv.serve import schemas
 from restorekv.serve.service import ApiError, Service
 from restorekv.serve.store import FAILED
 from restorekv.serve.variants import Variant
@@ -40,19 +41,19 @@ def add_page(app: FastAPI, service: Service) -> None:
     async def part(name: str) -> Response:
         return static(name)
 
-    @app.get("/v1/variants")
+    @app.get("/v1/variants", response_model=schemas.Variants)
     async def variants() -> dict:
         default = service.default
         chosen = {"method": default.method, "ratio": float(default.ratio)}
         return {"base": service.base, "default": chosen, "methods": METHODS, "max_tokens": service.limits.tokens}
 
-    @app.get("/v1/files/{name}/progress")
+    @app.get("/v1/files/{name}/progress", response_model=schemas.Progress)
     async def progress(name: str, model: str) -> dict:
         upload = service.found(name)
         phase = service.engine.phase(upload.sha256, Variant.parse(model, service.base))
         return {"phase": FAILED if phase == "waiting" and upload.status == FAILED else phase}
 
-    @app.get("/v1/files/{name}/kept")
+    @app.get("/v1/files/{name}/kept", response_model=schemas.Kept)
     async def kept(name: str, model: str, layer: int | None = None, head: int | None = None) -> dict:
         document = await service.document("file", name, Variant.parse(model, service.base))
         return await service.engine.kept(document, layer, head)

@@ -2,48 +2,92 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 from restorekv.compression.sampling import Decoding
 from restorekv.errors import RestoreKVError
+from restorekv.model.tokenize import check_unicode
 
 WHERE = (
     "Put the document before the question, in the first user message: a file part, or a text part with "
     'prompt_cache_breakpoint {"mode": "explicit"} or cache_control.'
 )
-PARTS = {"text", "input_text", "file", "input_file"}
+PARTS = {"text", "input_text", "output_text", "file", "input_file"}
+NAMELESS = "A file part names its file: {'type': 'file', 'file': {'file_id': ...}}, or has its filename and file_data."
+ENDINGS = {"application/pdf": ".pdf", "text/html": ".html", "text/markdown": ".md"}  # of files without a name
 
 
-class Part(BaseModel):
-    """A piece of a message: a text, which may be a document, or a file that was uploaded."""
+def unicode_only(text: str) -> str:
+    check_unicode(text)
+    return text
 
-    type: str
-    text: str | None = None
-    file: dict[str, Any] | None = None
-    file_id: str | None = None
+
+Text = Annotated[str, AfterValidator(unicode_only)]
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A file inside a request."""
+
+    name: str
+    content: bytes
+
+
+class Reference(BaseModel):
+    """A file by the id of its upload, or the file itself: its name and its bytes in base64 or as a data: URL."""
+
+    file_id: Text | None = None
+    filename: Text | None = None
+    file_data: Text | None = None
+
+    def attached(self) -> Attached | None:
+        """Returns the file itself, if it is here."""
+        if not self.file_data:
+            return None
+        kind, _, coded = self.file_data.rpartition(",")
+        try:
+            content = base64.b64decode(coded, validate=True)
+        except ValueError:
+            raise RestoreKVError("file_data is base64, or a data: URL of it; encode the file.") from None
+        mime = kind.removeprefix("data:").partition(";")[0]
+        return Attached(self.filename or f"file{ENDINGS.get(mime, '.txt')}", content)
+
+
+class Part(Reference):
+    """A piece of a message: a text, which may be a document, or a file."""
+
+    type: Text
+    text: Text | None = None
+    file: Reference | None = None
     prompt_cache_breakpoint: dict[str, Any] | None = None
     cache_control: dict[str, Any] | None = None
-
-    @property
-    def named(self) -> str | None:
-        """The id of the file, if this is one."""
-        return self.file_id or (self.file or {}).get("file_id")
 
     @property
     def cached(self) -> bool:
         """Whether this text is a document."""
         return bool(self.cache_control) or (self.prompt_cache_breakpoint or {}).get("mode") == "explicit"
 
+    @property
+    def document(self) -> tuple[str, str | Attached] | None:
+        """The document that this part is: ("file", id), ("attached", file) or ("text", words)."""
+        if "file" not in self.type:
+            return ("text", self.text or "") if self.cached else None
+        reference = self.file or self
+        if not reference.file_id and (attached := reference.attached()):
+            return "attached", attached
+        return "file", reference.file_id or ""
+
 
 class Message(BaseModel):
-    """Who says what."""
+    """Who says what; an assistant may have said nothing."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
+    content: Text | list[Part] | None
 
 
 class Format(BaseModel):
@@ -56,7 +100,7 @@ class Format(BaseModel):
 class ChatRequest(BaseModel):
     """What `/v1/chat/completions` takes; other fields of OpenAI's are ignored."""
 
-    model: str
+    model: Text
     messages: list[Message] = Field(min_length=1, max_length=1000)
     stream: bool = False
     stream_options: dict[str, Any] | None = None
@@ -65,7 +109,7 @@ class ChatRequest(BaseModel):
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     n: int | None = Field(None, ge=1, le=16)
-    stop: str | list[str] | None = None
+    stop: str | list[str] | None = Field(None, max_length=64)
     seed: int | None = Field(None, ge=0, lt=2**62)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -100,7 +144,7 @@ class ChatRequest(BaseModel):
 class Conversation:
     """What a list of messages comes to: files by id and texts, in order; earlier turns; the question."""
 
-    documents: Sequence[tuple[str, str]]  # ("file", id) or ("text", words)
+    documents: Sequence[tuple[str, str | Attached]]  # as `Part.document`
     system: str
     turns: Sequence[tuple[str, str]]
     question: str
@@ -122,16 +166,16 @@ def conversation(messages: Sequence[Message]) -> Conversation:
     return Conversation(documents, system, list(zip(questions[:-1], answers, strict=True)), questions[-1])
 
 
-def opened(message: Message) -> tuple[list[tuple[str, str]], str]:
+def opened(message: Message) -> tuple[list[tuple[str, str | Attached]], str]:
     """Returns the documents of the first message and the question after them."""
     documents, question = [], []
     for part in message.content if isinstance(message.content, list) else []:
         check_kind(part)
-        document = ("file", part.named) if "file" in part.type else ("text", part.text or "") if part.cached else None
+        document = part.document
         if document and question:
             raise RestoreKVError(WHERE)
         if document and not document[1]:
-            raise RestoreKVError("A file part names its file: {'type': 'file', 'file': {'file_id': ...}}.")
+            raise RestoreKVError(NAMELESS if document[0] == "file" else "A document is empty; give a text.")
         (documents if document else question).append(document or part.text or "")
     if not documents:
         raise RestoreKVError(f"There is no document to ask. {WHERE}")
@@ -140,8 +184,10 @@ def opened(message: Message) -> tuple[list[tuple[str, str]], str]:
 
 def words(message: Message) -> str:
     """Returns the text of a message; refuses documents, which belong into the first one."""
-    if isinstance(message.content, str):
-        return message.content
+    if message.content is None and message.role != "assistant":
+        raise RestoreKVError("Only an assistant's message may have no content; give a text.")
+    if not isinstance(message.content, list):
+        return message.content or ""
     for part in message.content:
         check_kind(part)
         if part.cached or "file" in part.type:
@@ -151,4 +197,4 @@ def words(message: Message) -> str:
 
 def check_kind(part: Part) -> None:
     if part.type not in PARTS:
-        raise RestoreKVError(f"A part is a text or a file, not {part.type[:40]!r}; leave it out.")
+        raise RestoreKVError(f"A part of a message is a text or a file here, not {part.type[:40]!r}; leave it out.")

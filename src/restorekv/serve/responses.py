@@ -12,26 +12,32 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, Field
 
 from restorekv.errors import RestoreKVError
-from restorekv.serve import replies
+from restorekv.serve import replies, schemas
 from restorekv.serve.engine import Reply
-from restorekv.serve.requests import ChatRequest, Message
+from restorekv.serve.requests import ChatRequest, Message, Text
 from restorekv.serve.service import ApiError, Pending, Service
 
-REMEMBERED = 1000  # answers whose turns are known, in memory
+REMEMBERED, LARGEST = 1000, 256 << 20  # answers whose turns are known, and bytes of all their messages
+
+
+class TextOptions(BaseModel):
+    """How the answer looks; `format` is `text`, `json_object`, or `json_schema` with its `schema`."""
+
+    format: dict[str, Any] | None = None
 
 
 class ResponsesRequest(BaseModel):
     """What `/v1/responses` takes; other fields of OpenAI's are ignored."""
 
-    model: str
-    input: str | list[Message]
-    instructions: str | None = None
+    model: Text
+    input: Text | list[Message]
+    instructions: Text | None = None
     previous_response_id: str | None = None
     stream: bool = False
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     max_output_tokens: int | None = Field(None, ge=1)
-    text: dict[str, Any] | None = None
+    text: TextOptions | None = None
     tools: list[Any] | None = None
 
     def chat(self, earlier: list[Message]) -> ChatRequest:
@@ -39,7 +45,7 @@ class ResponsesRequest(BaseModel):
         own = [Message(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         system = [Message(role="system", content=self.instructions)] if self.instructions else []
         options = {name: getattr(self, name) for name in ("model", "stream", "temperature", "top_p", "tools")}
-        if form := (self.text or {}).get("format"):
+        if form := self.text and self.text.format:
             schema = {"schema": form["schema"]} if "schema" in form else None
             options["response_format"] = {"type": form.get("type", "text"), "json_schema": schema}
         return ChatRequest(messages=[*system, *earlier, *own], max_tokens=self.max_output_tokens, **options)
@@ -50,6 +56,7 @@ class Remembered:
 
     def __init__(self) -> None:
         self.turns: OrderedDict[str, list[Message]] = OrderedDict()
+        self.sizes: dict[str, int] = {}
 
     def before(self, name: str | None) -> list[Message]:
         """Returns the messages up to and with an answer."""
@@ -63,15 +70,16 @@ class Remembered:
         """Remembers an answer, without system messages, which every request gives anew."""
         said = [each for each in messages if each.role not in ("system", "developer")]
         self.turns[name] = [*said, Message(role="assistant", content=text)]
-        while len(self.turns) > REMEMBERED:
-            self.turns.popitem(last=False)
+        self.sizes[name] = sum(len(each.model_dump_json()) for each in self.turns[name])
+        while len(self.turns) > REMEMBERED or sum(self.sizes.values()) > LARGEST:
+            del self.sizes[self.turns.popitem(last=False)[0]]
 
 
 def add_responses(app: FastAPI, service: Service) -> None:
     """Adds the path."""
     remembered = Remembered()
 
-    @app.post("/v1/responses")
+    @app.post("/v1/responses", responses=schemas.streamed(schemas.Response))
     async def respond(request: Request, asked: ResponsesRequest) -> Response:
         chat = asked.chat(remembered.before(asked.previous_response_id))
         pending = await service.asked(chat, "resp")

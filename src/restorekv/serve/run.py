@@ -20,6 +20,7 @@ from restorekv.compression.context import CompressedContext
 from restorekv.errors import RestoreKVError
 from restorekv.serve.app import make_app
 from restorekv.serve.embedded import Embedded
+from restorekv.serve.guard import Connection
 from restorekv.serve.service import Limits, Service
 from restorekv.serve.store import UPLOADED, Store
 from restorekv.serve.variants import Variant
@@ -89,4 +90,4 @@ def serve(model: PreTrainedModel, tokenizer: Tokenizer, settings: Settings) -> N
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     app = application(model, tokenizer, settings)
     uvicorn.run(app, host=settings.host, port=settings.port, log_level="warning", access_log=False,
-                timeout_graceful_shutdown=30)  # fmt: skip
+                timeout_graceful_shutdown=30, http=Connection)  # fmt: skip

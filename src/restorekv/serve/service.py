@@ -18,9 +18,9 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from restorekv.compression.answers import Growing
 from restorekv.errors import RestoreKVError
 from restorekv.serve import replies
-from restorekv.serve.documents import text_of
+from restorekv.serve.documents import shown, text_of
 from restorekv.serve.engine import Document, Engine, Question, Reply
-from restorekv.serve.requests import ChatRequest, conversation
+from restorekv.serve.requests import Attached, ChatRequest, conversation
 from restorekv.serve.store import FAILED, PROCESSED, Store, Upload
 from restorekv.serve.variants import Variant
 
@@ -53,10 +53,13 @@ class Service:
 
     async def create(self, file: UploadFile, purpose: str, seconds: int | None) -> Upload:
         """Stores an upload and begins to compress it."""
-        content = await file.read(self.limits.upload + 1)
-        if len(content) > self.limits.upload:
+        if (file.size or 0) > self.limits.upload:
             raise ApiError(413, f"The file is larger than {self.limits.upload:,} bytes; split it.")
-        made = await asyncio.to_thread(self.store.add, file.filename or "file", purpose, content, seconds)
+        name = shown(file.filename or "file")
+        try:
+            made = await asyncio.to_thread(self.store.add, name, shown(purpose), file.file, seconds)
+        except OSError as error:
+            raise ApiError(507, f"The server cannot store the file ({error.strerror}); its disk may be full.") from None
         self.begin(made)
         return made
 
@@ -71,13 +74,13 @@ class Service:
         try:
             await self.engine.document(upload.sha256, self.default, lambda: self.content(upload))
         except Exception as error:  # whatever it is, the file has not been processed
-            self.store.settle(upload.id, FAILED, problem_of(error))
+            self.store.settle(upload, FAILED, problem_of(error))
         else:
-            self.store.settle(upload.id, PROCESSED)
+            self.store.settle(upload, PROCESSED)
 
     def content(self, upload: Upload) -> str | Path:
         """Returns the text of an upload, or the path of a cache file, which is taken as it is."""
-        if upload.name.endswith(".rkv"):
+        if upload.name.lower().endswith(".rkv"):
             return self.store.file(upload.id)
         return text_of(upload.name, self.store.content(upload.id))
 
@@ -87,8 +90,10 @@ class Service:
             raise ApiError(404, f"There is no file {name[:60]!r} here; upload it first.", "file_not_found")
         return upload
 
-    async def document(self, kind: str, value: str, variant: Variant) -> Document:
-        """Returns a document, from memory, from disk or compressed now."""
+    async def document(self, kind: str, value: str | Attached, variant: Variant) -> Document:
+        """Returns a document, from memory, from disk or compressed now; see `Part.document`."""
+        if isinstance(value, Attached):
+            kind, value = "text", await asyncio.to_thread(text_of, value.name, value.content)
         if kind == "text":
             return await self.engine.document(hashlib.sha256(value.encode()).hexdigest(), variant, lambda: value)
         upload = self.found(value)

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.files import replacing
@@ -27,6 +28,7 @@ create table if not exists caches (
     key text primary key, sha256 text not null, bytes integer not null, used real not null);
 """
 UPLOADED, PROCESSED, FAILED = "uploaded", "processed", "error"
+PIECE = 1 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -83,13 +85,16 @@ class Store:
     def cache(self, key: str) -> Path:
         return self.folder / "caches" / f"{key}.rkv"
 
-    def add(self, name: str, purpose: str, content: bytes, seconds: int | None = None) -> Upload:
-        """Stores an upload, which expires after so many seconds, if given."""
-        created, digest = int(time.time()), hashlib.sha256(content).hexdigest()
-        made = Upload(f"file-{secrets.token_hex(12)}", digest, name, purpose, len(content), created,
-                      seconds and created + seconds, UPLOADED, "")  # fmt: skip
-        with replacing(self.file(made.id)) as temporary:
-            temporary.write_bytes(content)
+    def add(self, name: str, purpose: str, content: BinaryIO, seconds: int | None = None) -> Upload:
+        """Stores an upload, a piece at a time; it expires after so many seconds, if given."""
+        own, created, digest, size = f"file-{secrets.token_hex(12)}", int(time.time()), hashlib.sha256(), 0
+        with replacing(self.file(own)) as temporary, temporary.open("wb") as file:
+            while piece := content.read(PIECE):
+                digest.update(piece)
+                size += file.write(piece)
+        made = Upload(
+            own, digest.hexdigest(), name, purpose, size, created, seconds and created + seconds, UPLOADED, ""
+        )
         with self.lock:
             self.rows.execute("insert into files values (?, ?, ?, ?, ?, ?, ?, ?, ?)", tuple(vars(made).values()))
         return made
@@ -108,12 +113,18 @@ class Store:
             return [Upload(*row) for row in self.rows.execute("select * from files order by created desc, rowid desc")]
 
     def content(self, name: str) -> bytes:
-        return self.file(name).read_bytes()
+        """Returns what was uploaded."""
+        try:
+            return self.file(name).read_bytes()
+        except FileNotFoundError:
+            raise RestoreKVError(f"{name} was deleted while it was read; upload it again.") from None
 
-    def settle(self, name: str, status: str, problem: str = "") -> None:
-        """Records how processing an upload ended."""
+    def settle(self, upload: Upload, status: str, problem: str = "") -> None:
+        """Records how processing an upload ended; of one that was deleted meanwhile, no cache stays."""
         with self.lock:
-            self.rows.execute("update files set status = ?, problem = ? where id = ?", (status, problem, name))
+            change = "update files set status = ?, problem = ? where id = ?"
+            if not self.rows.execute(change, (status, problem, upload.id)).rowcount:
+                self.drop_unused(upload.sha256)
 
     def delete(self, name: str) -> bool:
         """Removes an upload, and the caches that only it needs; returns whether it was there."""
@@ -123,10 +134,14 @@ class Store:
                 return False
             self.rows.execute("delete from files where id = ?", (name,))
             self.file(name).unlink(missing_ok=True)
-            if not self.rows.execute("select 1 from files where sha256 = ?", row).fetchone():
-                for (key,) in self.rows.execute("select key from caches where sha256 = ?", row).fetchall():
-                    self.drop(key)
+            self.drop_unused(row[0])
             return True
+
+    def drop_unused(self, sha256: str) -> None:
+        """Removes the caches of a content that no upload has."""
+        if not self.rows.execute("select 1 from files where sha256 = ?", (sha256,)).fetchone():
+            for (key,) in self.rows.execute("select key from caches where sha256 = ?", (sha256,)).fetchall():
+                self.drop(key)
 
     def expire(self) -> None:
         now = int(time.time())

@@ -1,0 +1,244 @@
+"""Requests that are too large, too slow or made up: each gets its sentence, and the server goes on."""
+
+import base64
+import json
+import socket
+import time
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+
+openai = pytest.importorskip("openai")
+
+from fastapi.testclient import TestClient  # noqa: E402
+
+from restorekv.serve import documents, guard  # noqa: E402
+from restorekv.serve.documents import text_of  # noqa: E402
+from restorekv.serve.responses import Remembered  # noqa: E402
+from restorekv.serve.run import Settings, application  # noqa: E402
+from restorekv.serve.service import Limits  # noqa: E402
+from tests.helpers.models import build_model  # noqa: E402
+from tests.hostile import uploads  # noqa: E402
+from tests.serve.test_server import OTHER, QUESTION, TEXT, VARIANT, about, ask, client_of, serving  # noqa: E402
+
+LARGEST = 100_000
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build_model("qwen3")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture(scope="module")
+def url(model, tiny_tokenizer, store):
+    with serving(model, tiny_tokenizer, store, limits=Limits(upload=LARGEST, tokens=16)) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    return client_of(url)
+
+
+@pytest.fixture(scope="module")
+def file(client):
+    made = client.files.create(file=("doc.txt", TEXT.encode()), purpose="user_data")
+    return client.files.wait_for_processing(made.id, poll_interval=0.05)
+
+
+def connected(url: str) -> socket.socket:
+    host, port = url.split("/")[2].split(":")
+    made = socket.create_connection((host, int(port)), timeout=20)
+    made.settimeout(20)
+    return made
+
+
+def head(path: str, kind: str, *more: str) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Type: {kind}", *more]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+def said(connection: socket.socket) -> bytes:
+    """What the server says until it closes the connection."""
+    answer = b""
+    while piece := connection.recv(65536):
+        answer += piece
+    return answer
+
+
+FORM = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+BODIES = [  # path, type, how a body of it starts
+    ("/v1/files", "multipart/form-data; boundary=x", FORM),
+    ("/v1/chat/completions", "application/json", b'{"model": "'),
+]
+
+
+@pytest.mark.parametrize("path, kind, start", BODIES)
+def test_a_body_without_a_length_is_bounded_while_it_arrives(url, monkeypatch, path, kind, start):
+    monkeypatch.setattr(guard, "DRAIN", 0.5)
+    with connected(url) as connection:
+        connection.sendall(head(path, kind, "Transfer-Encoding: chunked"))
+        connection.sendall(b"%x\r\n%s\r\n" % (len(start), start))
+        with pytest.raises(OSError):  # it is cut off, while it would go on for a gigabyte
+            for _ in range(1 << 14):
+                connection.sendall(b"10000\r\n%s\r\n" % (b"x" * (1 << 16)))
+
+
+@pytest.mark.parametrize("path, kind, start", BODIES)
+def test_a_body_that_is_too_large_gets_a_sentence(url, path, kind, start):
+    with connected(url) as connection:
+        connection.sendall(head(path, kind, "Transfer-Encoding: chunked"))
+        body = start + b"x" * (2 << 20)
+        connection.sendall(b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))
+        answer = said(connection)
+    assert b" 413 " in answer.splitlines()[0] and b"The request is larger than 100,000 bytes" in answer
+
+
+def test_a_length_that_is_no_number_gets_a_sentence(model, tiny_tokenizer, tmp_path):
+    app = TestClient(application(model, tiny_tokenizer, Settings(tmp_path, "tiny", VARIANT)))
+    for length in ("x", "-1", "1e9", "²", "9" * 5000):
+        answer = app.get("/v1/models", headers={"content-length": length.encode()})
+        assert answer.status_code == 400 and "content-length is a number" in answer.json()["error"]["message"]
+
+
+def test_slow_clients_are_let_go(url, client, monkeypatch):
+    """Silence, half a head, half a body and a trickle of one: the connection ends, and others are answered."""
+    monkeypatch.setattr(guard, "PATIENCE", 0.4)
+    body = head("/v1/chat/completions", "application/json", "Content-Length: 50000")
+    with connected(url) as silent, connected(url) as half, connected(url) as stalled, connected(url) as trickle:
+        half.sendall(b"GET /v1/models HTTP/1.1\r\nHost: lo")
+        stalled.sendall(body + b'{"model"')
+        trickle.sendall(body)
+        start, sent = time.monotonic(), 0
+        while time.monotonic() - start < 1.2:
+            sent += trickle.send(b" ")
+            time.sleep(0.1)
+        assert client.models.list().data
+        answers = [said(each) for each in (silent, half, stalled, trickle)]
+    assert answers[:2] == [b"", b""]
+    assert b" 408 " in answers[2].splitlines()[0] and b"Nothing of the request came" in answers[2]
+    assert b" 408 " in answers[3].splitlines()[0] and b"slower than" in answers[3]
+
+
+def test_large_bodies_together_are_bounded(url, client, monkeypatch):
+    monkeypatch.setattr(guard, "AT_ONCE", 0.05)
+    with pytest.raises(openai.RateLimitError, match="large requests"):
+        ask(client, [{"role": "user", "content": "x" * LARGEST}])
+    monkeypatch.undo()
+    with pytest.raises(openai.BadRequestError, match="no document"):
+        ask(client, [{"role": "user", "content": "x" * LARGEST}])
+
+
+HALF = "\ud800"
+
+
+@pytest.mark.parametrize("path, body, message", [
+    ("responses", {"model": VARIANT, "input": []}, "messages"),
+    ("responses", {"model": VARIANT, "input": "a", "text": {"format": "x"}}, "format"),
+    ("responses", {"model": VARIANT, "input": "a", "text": {"format": {"type": "grammar"}}}, "response_format"),
+    ("responses", {"model": VARIANT, "input": HALF}, "not Unicode"),
+    ("responses", {"model": HALF, "input": "a"}, "not Unicode"),
+    ("responses", {"model": VARIANT, "input": "a", "previous_response_id": HALF}, "no response"),
+    ("chat/completions", {"model": VARIANT, "messages": [{"role": "user", "content": HALF}]}, "not Unicode"),
+    ("chat/completions", {"model": VARIANT, "messages": [{"role": "user", "content": [
+        {"type": "text", "text": HALF, "cache_control": {"type": "ephemeral"}}]}]}, "not Unicode"),
+    ("chat/completions", {"model": VARIANT, "messages": [{"role": "user", "content": [
+        {"type": "file", "file": {"file_id": HALF}}]}]}, "not Unicode"),
+    ("chat/completions", {"model": VARIANT, "messages": [{"role": "user", "content": [
+        {"type": "file", "file": {"file_id": {"a": 1}}}]}]}, "string"),
+    ("chat/completions", {"model": VARIANT, "messages": [{"role": "user", "content": [
+        {"type": "file", "file": {"file_data": "no base64!"}}]}]}, "base64"),
+    ("chat/completions", {"model": VARIANT, "messages": [{"role": "user", "content": [
+        {"type": "image_url", "image_url": {"url": "data:"}}]}]}, "a text or a file here"),
+    ("chat/completions", {"model": VARIANT, "messages": [{"role": "tool", "content": "x"}]}, "role"),
+    ("chat/completions", {"model": VARIANT, "messages": [{"role": "user", "content": None}]}, "text"),
+])  # fmt: skip
+def test_made_up_requests_get_a_sentence(url, path, body, message):
+    request = Request(f"{url}/{path}", json.dumps(body).encode(), {"content-type": "application/json"})
+    with pytest.raises(HTTPError) as caught:
+        urlopen(request)
+    assert caught.value.code in (400, 404)
+    assert message in json.loads(caught.value.read())["error"]["message"]
+
+
+def test_texts_longer_than_the_model_are_refused_at_once(client, file, monkeypatch):
+    with pytest.raises(openai.BadRequestError, match="longer than the model"):
+        ask(client, about(file, question="why " * 9000))
+    monkeypatch.setattr(documents, "longest_token", lambda tokenizer: 1)  # a short text stands for a huge one
+    with pytest.raises(openai.BadRequestError, match="characters"):
+        ask(client, about(file, question="x" * 70_000))
+    made = client.files.create(file=("long.txt", OTHER.encode() * 250), purpose="user_data")
+    made = client.files.wait_for_processing(made.id, poll_interval=0.05)
+    assert made.status == "error" and "characters" in made.status_details
+
+
+def test_a_file_inside_a_request_is_a_document(client, file):
+    expected = ask(client, about(file)).choices[0].message.content
+    coded = base64.b64encode(TEXT.encode()).decode()
+    for name, data in {"doc.txt": coded, None: f"data:text/plain;base64,{coded}"}.items():
+        part = {"type": "file", "file": {"file_data": data, **({"filename": name} if name else {})}}
+        answer = ask(client, [{"role": "user", "content": [part, {"type": "text", "text": QUESTION}]}])
+        assert answer.choices[0].message.content == expected
+        assert answer.usage.prompt_tokens_details.cache_write_tokens == 0
+
+
+def test_what_frameworks_send_is_taken(client, file):
+    """Names, an assistant who said nothing, and answers given back as they came."""
+    first = {"name": "ada", **about(file)[0]}
+    turns = [first, {"role": "assistant", "content": None}, {"role": "user", "name": "ada", "content": "And?"}]
+    assert ask(client, turns).choices
+    parts = [{"type": "input_file", "file_id": file.id}, {"type": "input_text", "text": QUESTION}]
+    answer = client.responses.create(model=VARIANT, input=[{"role": "user", "content": parts}], max_output_tokens=4)
+    given = [{"role": "user", "content": parts}, *(each.model_dump() for each in answer.output),
+             {"role": "user", "content": "And?"}]  # fmt: skip
+    assert client.responses.create(model=VARIANT, input=given, max_output_tokens=4).output
+
+
+def test_names_are_kept_on_one_line(client):
+    name = "a\nb" + "x" * 500 + ".txt"
+    made = client.files.create(file=(name, b"\xff"), purpose="user_data")
+    made = client.files.wait_for_processing(made.id, poll_interval=0.05)
+    assert made.filename.isprintable() and len(made.filename) <= 120
+    assert made.status_details.startswith(made.filename)
+
+
+@pytest.mark.parametrize("kind", ["unfinished comments", "a PDF bomb", "a zip bomb", "entities"])
+def test_files_that_unfold_without_end_are_refused(kind, monkeypatch):
+    monkeypatch.setattr(documents, "SECONDS", dict.fromkeys(documents.SECONDS, 2))
+    case = next(each for each in uploads.strange() if each.kind == kind)
+    with pytest.raises(ValueError, match=r"too much memory|can be read"):
+        text_of(case.name.decode(), case.content)
+
+
+def test_a_file_deleted_while_it_is_compressed_leaves_no_cache(client, store):
+    before = set((store / "caches").iterdir())
+    made = [client.files.create(file=(f"{n}.txt", f"{n} {OTHER}".encode()), purpose="user_data") for n in range(4)]
+    for each in made:
+        client.files.delete(each.id)
+    last = client.files.create(file=("last.txt", f"last {OTHER}".encode()), purpose="user_data")
+    client.files.wait_for_processing(last.id, poll_interval=0.05)
+    client.files.delete(last.id)
+    assert set((store / "caches").iterdir()) == before
+
+
+def test_remembered_answers_are_bounded(monkeypatch):
+    monkeypatch.setattr("restorekv.serve.responses.LARGEST", 10_000)
+    remembered = Remembered()
+    for number in range(100):
+        remembered.add(str(number), [], "x" * 1000)
+    assert len(remembered.turns) == len(remembered.sizes) < 11
+
+
+def test_the_description_is_true_of_errors(client):
+    described = client.get("/../openapi.json", cast_to=object)
+    answers = [each["responses"] for path in described["paths"].values() for each in path.values()]
+    assert all("4XX" in each and "422" not in each for each in answers)
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.patch("/files/x", cast_to=object)
+    assert caught.value.response.headers["allow"] == "DELETE, GET"
