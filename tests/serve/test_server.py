@@ -305,14 +305,19 @@ def test_a_client_who_leaves_takes_nobody_along(client, file):
     assert ask(client, about(file)).choices[0].finish_reason in ("stop", "length")
 
 
-def test_the_example_asks(client, model, tiny_tokenizer, tmp_path):
-    spec = importlib.util.spec_from_file_location(
-        "ask_server", Path(__file__).parents[2] / "examples" / "ask_server.py"
-    )
+@pytest.mark.parametrize(
+    "name, needs, options", [
+        ("ask_server", "openai", {}), ("ask_langchain", "langchain_openai", {}),
+        ("ask_llamaindex", "llama_index.llms.openai_like", {"model": VARIANT}),
+    ],
+)  # fmt: skip
+def test_the_examples_ask(client, model, tiny_tokenizer, tmp_path, name, needs, options):
+    pytest.importorskip(needs)
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "examples" / f"{name}.py")
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     (tmp_path / "doc.txt").write_text(TEXT)
-    found = example.ask(str(client.base_url), tmp_path / "doc.txt", [QUESTION, "Who?"])
+    found = example.ask(str(client.base_url), tmp_path / "doc.txt", [QUESTION, "Who?"], **options)
     assert found == expected(model, tiny_tokenizer).ask([QUESTION, "Who?"], 64)
 
 

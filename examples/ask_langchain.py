@@ -1,0 +1,32 @@
+"""Ask a running `restorekv serve` about a text through LangChain: pip install langchain-openai
+
+restorekv serve --model smollm2 &
+python examples/ask_langchain.py examples/story.txt "What was the name of the youngest son?"
+"""
+
+import sys
+from pathlib import Path
+
+import openai
+from langchain_core.messages import HumanMessage
+from langchain_openai import ChatOpenAI
+
+
+def ask(url: str, document: Path, questions: list[str]) -> list[str]:
+    """Uploads a document once and returns the answers to questions about it."""
+    client = openai.OpenAI(base_url=url, api_key="none")
+    with document.open("rb") as file:
+        upload = client.files.create(file=file, purpose="user_data")
+    upload = client.files.wait_for_processing(upload.id, poll_interval=0.5)
+    if upload.status == "error":
+        raise SystemExit(upload.status_details)
+    model = client.models.list().data[-1].id  # the one that uploads are compressed for, such as smollm2:fast-0.1
+    chat = ChatOpenAI(base_url=url, api_key="none", model=model, temperature=0, max_tokens=64)
+    file = {"type": "file", "file": {"file_id": upload.id}}
+    messages = [[HumanMessage([file, {"type": "text", "text": question}])] for question in questions]
+    return [answer.content for answer in chat.batch(messages)]
+
+
+if __name__ == "__main__":
+    for answer in ask("http://127.0.0.1:8080/v1", Path(sys.argv[1]), sys.argv[2:]):
+        print(answer)
