@@ -36,7 +36,8 @@ test: venv
 nightly: venv hostile
 	$(RUN) pytest
 
-# Strangers' files, threads, sudden death, bad commands, memory: about an hour; docs/reliability.md has the counts.
+# Strangers' files, threads, sudden death, bad commands, memory, the server: about two hours. docs/reliability.md has
+# the counts.
 SEED ?= 0
 hostile: venv
 	$(RUN) tests.hostile.files --count 10000 --seed $(SEED)
@@ -48,6 +49,8 @@ hostile: venv
 	$(RUN) tests.hostile.memory --count 300
 	$(RUN) tests.hostile.memory --turns 1000
 	$(RUN) tests.hostile.serve --questions 1000 --kills 25 --seed $(SEED)
+	$(RUN) tests.hostile.uploads --count 300 --seed $(SEED)
+	$(RUN) tests.hostile.api --minutes 30 --seed $(SEED)
 
 lint: venv
 	$(RUN) ruff check $(SOURCE)

@@ -16,7 +16,7 @@ from restorekv.serve.reader import MISSING
 
 READER = Path(__file__).with_name("reader.py")
 KINDS = {".pdf": "pdf", ".docx": "docx", ".html": "html", ".htm": "html"}
-SECONDS = {"pdf": 60, "docx": 20, "html": 10}  # of a processor's time, and twice that by the clock
+SECONDS = {"pdf": 60, "docx": 20, "html": 10}  # of processor time, and six times that by the clock
 PACKAGES = {"pypdf": "pypdf", "docx": "python-docx"}
 MEMORY = 2 << 30  # bytes that reading a file may take
 READING = threading.BoundedSemaphore(2)  # such processes at once
@@ -39,7 +39,7 @@ def read(kind: str, name: str, content: bytes) -> str:
     command = [sys.executable, "-P", str(READER), kind, str(MEMORY), str(SECONDS[kind])]
     try:
         with READING:
-            done = subprocess.run(command, input=content, capture_output=True, timeout=2 * SECONDS[kind])
+            done = subprocess.run(command, input=content, capture_output=True, timeout=6 * SECONDS[kind])
     except subprocess.TimeoutExpired:
         done = None
     why = done.stderr.decode(errors="replace").strip().rpartition("\n")[2] if done else ""
