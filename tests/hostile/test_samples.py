@@ -1,8 +1,10 @@
 """A sample of every campaign; the whole is `make hostile`."""
 
+from itertools import chain
+
 import pytest
 
-from tests.hostile import files, kill, others, threads
+from tests.hostile import files, kill, others, threads, uploads
 
 
 @pytest.mark.parametrize(("key", "seed"), [(None, 1), (files.KEY, 2)])
@@ -23,6 +25,12 @@ def test_harmed_adapters_gates_checkpoints_stores_data_and_grids():
     assert not failures
     assert len({kind for kind, _, _ in counts}) == len(others.KINDS)
     assert sum(number for (_, _, verdict), number in counts.items() if verdict == "refused") > 30
+
+
+def test_uploads(tmp_path):
+    counts, failures = uploads.run(tmp_path, lambda: chain(uploads.texts(), uploads.caches(tmp_path, 10, 1)))
+    assert not failures
+    assert counts["a cache", "processed"] == 1 and sum(counts.values()) > 40
 
 
 def test_sudden_death():

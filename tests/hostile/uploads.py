@@ -25,7 +25,7 @@ from tests.hostile import files
 from tests.hostile.serve import MODEL, Server
 
 WORDS = b"The red house belongs to Ada. The code of the blue house is 482. " * 8
-UNEXPECTED, SECONDS, MEMORY = "its log says why", 200, 1500  # seconds of a case, MB of the server
+UNEXPECTED, SECONDS, MEMORY = "its log says why", 400, 1500  # seconds of a case, MB of the server
 
 
 NAMES = (
@@ -47,13 +47,17 @@ class Case(NamedTuple):
 
 def strange() -> Iterator[Case]:
     """Files that are no caches."""
+    yield from texts()
     yield from pages()
     yield from pdfs()
     yield from words_files()
-    long, deep = b"x" * (20 << 20), b"[" * (1 << 20)
-    yield Case("a huge line", b"line.txt", long, False)
+    yield Case("a huge line", b"line.txt", b"x" * (20 << 20), False)
     yield Case("many lines", b"lines.txt", b"a\n" * (5 << 20), False)
-    yield Case("brackets", b"deep.md", deep, False)
+
+
+def texts() -> Iterator[Case]:
+    """Texts and names that are none."""
+    yield Case("brackets", b"deep.md", b"[" * (1 << 20), False)
     yield Case("nothing", b"empty.txt", b"", False)
     yield Case("spaces", b"spaces.txt", b" \n\t" * 1000, False)
     yield Case("NULs", b"nul.txt", WORDS + b"\0" + WORDS, False)
@@ -101,7 +105,7 @@ def pdfs() -> Iterator[Case]:
     """PDFs that are good, unfold, go in circles or end early."""
     text, flate = b"BT /F 9 Tf (%s) Tj ET" % WORDS, "/Filter/FlateDecode"
     yield Case("a PDF", b"good.pdf", pdf(text, ""), True)
-    once = zlib.compress(bytes(1 << 28), 9)
+    once = zlib.compress(bytes(1 << 27), 9)
     yield Case("a PDF bomb", b"bomb.pdf", pdf(once, flate), False)
     yield Case(
         "a PDF bomb in a bomb", b"bombs.PDF", pdf(zlib.compress(once, 9), "/Filter[/FlateDecode/FlateDecode]"), False
@@ -143,7 +147,7 @@ def words_files() -> Iterator[Case]:
     paragraph = b"<w:p><w:r><w:t>" + WORDS + b"</w:t></w:r></w:p>"
     yield Case("a DOCX file", b"good.docx", docx(paragraph), True)
     yield Case("a zip bomb", b"bomb.docx", docx(bytes(1 << 20).replace(b"\0", b" "), 300), False)
-    yield Case("a DOCX file of paragraphs", b"paragraphs.docx", docx(paragraph * 2000, 400), False)
+    yield Case("a DOCX file of paragraphs", b"paragraphs.docx", docx(paragraph * 2000, 40), False)
     laughs = b"<!DOCTYPE z [<!ENTITY a0 'ha'>" + b"".join(
         b"<!ENTITY a%d '%s'>" % (n + 1, b"&a%d;" % n * 10) for n in range(12)
     )

@@ -16,7 +16,7 @@ from restorekv.serve.reader import MISSING
 
 READER = Path(__file__).with_name("reader.py")
 KINDS = {".pdf": "pdf", ".docx": "docx", ".html": "html", ".htm": "html"}
-SECONDS = {"pdf": 60, "docx": 20, "html": 10}  # of processor time, and six times that by the clock
+SECONDS = {"pdf": 30, "docx": 20, "html": 10}  # of processor time, and six times that by the clock
 PACKAGES = {"pypdf": "pypdf", "docx": "python-docx"}
 MEMORY = 2 << 30  # bytes that reading a file may take
 READING = threading.BoundedSemaphore(2)  # such processes at once

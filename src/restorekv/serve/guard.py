@@ -145,7 +145,7 @@ class Body:
             self.guard.held += size
         if self.bytes > self.guard.largest:
             return self.guard.too_large()
-        if self.guard.held > AT_ONCE * self.guard.largest:
+        if self.held > AROUND and self.guard.held > AT_ONCE * self.guard.largest:
             return RefusedError(
                 429, "Too many large requests come at once; send it again in a moment.", {"retry-after": "1"}
             )
@@ -166,22 +166,25 @@ async def drained(receive: Receive) -> None:
 
 
 class Connection(H11Protocol):
-    """A connection that is closed when its client sends no whole request head in PATIENCE to twice that."""
+    """A connection that ends when its client sends no whole request head, or reads nothing of an answer, for a time.
+
+    That time is PATIENCE to twice that.
+    """
 
     def connection_made(self, transport: Transport) -> None:
         super().connection_made(transport)
-        self.last_cycle = None
+        self.seen: tuple[object, int] = (None, 0)
         self.loop.call_later(PATIENCE, self.check)
 
     def check(self) -> None:
-        """Closes a connection without a request since the last check."""
-        if self.transport.is_closing():
+        """Ends a connection on which nothing has moved since the last check."""
+        if self not in self.connections:
             return
-        idle = self.cycle is None or self.cycle.response_complete
-        if idle and self.cycle is self.last_cycle:
-            self.transport.close()
+        idle, unread = self.cycle is None or self.cycle.response_complete, self.transport.get_write_buffer_size()
+        if (idle or unread) and self.seen == (self.cycle, unread):
+            self.transport.abort()
             return
-        self.last_cycle = self.cycle
+        self.seen = self.cycle, unread
         self.loop.call_later(PATIENCE, self.check)
 
 
