@@ -12,6 +12,8 @@ import schemathesis
 
 FILES, MODELS = os.environ["RESTOREKV_FILES"].split(), ["tiny:best-0.2", "tiny", "tiny:snapkv-0.3-base"]
 TOKENS = 8  # of an answer
+NEVER = ("tools", "previous_response_id", "frequency_penalty", "presence_penalty")  # in a question that is answered
+SELDOM = ("temperature", "top_p", "stop", "response_format", "text")
 
 
 def chance(value: object, sides: int) -> int:
@@ -55,6 +57,6 @@ def map_body(context: Any, body: Any) -> Any:
         document = {"type": kind, **({"file": reference} if kind == "file" else reference)}
         question = {"type": "text" if kind == "file" else "input_text", "text": f"Who? {str(body.get(key))[:40]}"}
         made[key] = [{"role": "user", "content": [document, question]}]
-        for field in ("tools", "previous_response_id", "frequency_penalty", "presence_penalty"):
+        for field in (*NEVER, *(SELDOM if chance(body, 3) else ())):
             made.pop(field, None)
     return made

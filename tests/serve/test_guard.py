@@ -167,6 +167,10 @@ HALF = "\ud800"
         {"type": "image_url", "image_url": {"url": "data:"}}]}]}, "a text or a file here"),
     ("chat/completions", {"model": VARIANT, "messages": [{"role": "tool", "content": "x"}]}, "role"),
     ("chat/completions", {"model": VARIANT, "messages": [{"role": "user", "content": None}]}, "text"),
+    ("chat/completions", {"model": VARIANT, "response_format": {"type": "json_schema", "json_schema": {"schema": {
+        "enum": ["x" * 40_000]}}}, "messages": [{"role": "user", "content": [
+        {"type": "text", "text": TEXT, "cache_control": {}, "prompt_cache_breakpoint": {"mode": "explicit"}},
+        {"type": "text", "text": "Who?"}]}]}, "more than 32,768 characters"),
 ])  # fmt: skip
 def test_made_up_requests_get_a_sentence(url, path, body, message):
     request = Request(f"{url}/{path}", json.dumps(body).encode(), {"content-type": "application/json"})

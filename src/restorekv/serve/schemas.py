@@ -164,8 +164,9 @@ def content(kind: str) -> dict[int, dict]:
 
 
 def streamed(model: type[BaseModel]) -> dict[int, dict]:
-    """Returns the description of an answer that is whole or a stream of server-sent events."""
-    events = {"text/event-stream": {"schema": {"type": "string"}}}
+    """Returns the description of an answer that is whole or a stream of server-sent events, each as in `schema`."""
+    event = {"type": "object", "properties": {name: {"type": "string"} for name in ("event", "data")}}
+    events = {"text/event-stream": {"schema": {**event, "required": ["data"]}}}
     slow = {"model": Problem, "description": "The answer took too long"}
     return {200: {"model": model, "content": events, "description": "The answer"}, 504: slow}
 
