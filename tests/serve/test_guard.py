@@ -1,8 +1,10 @@
 """Requests that are too large, too slow or made up: each gets its sentence, and the server goes on."""
 
 import base64
+import errno
 import json
 import socket
+import sqlite3
 import time
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -18,6 +20,7 @@ from restorekv.serve.documents import text_of  # noqa: E402
 from restorekv.serve.responses import Remembered  # noqa: E402
 from restorekv.serve.run import Settings, application  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
+from restorekv.serve.store import Store  # noqa: E402
 from tests.helpers.models import build_model  # noqa: E402
 from tests.hostile import uploads  # noqa: E402
 from tests.serve.test_server import OTHER, QUESTION, TEXT, VARIANT, about, ask, client_of, serving  # noqa: E402
@@ -238,6 +241,20 @@ def test_a_file_deleted_while_it_is_compressed_leaves_no_cache(client, store):
     client.files.wait_for_processing(last.id, poll_interval=0.05)
     client.files.delete(last.id)
     assert set((store / "caches").iterdir()) == before
+
+
+FULL = [OSError(errno.ENOSPC, "No space left on device"), sqlite3.OperationalError("database or disk is full")]
+
+
+@pytest.mark.parametrize("error", FULL, ids=["file", "index"])
+def test_a_full_disk_gets_a_sentence(client, monkeypatch, error):
+    def full(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Store, "add", full)
+    with pytest.raises(openai.APIStatusError, match="cannot store the file") as caught:
+        client.files.create(file=("a.txt", b"a"), purpose="user_data")
+    assert caught.value.status_code == 507
 
 
 def test_remembered_answers_are_bounded(monkeypatch):

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import secrets
+import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -58,8 +59,9 @@ class Service:
         name = shown(file.filename or "file")
         try:
             made = await asyncio.to_thread(self.store.add, name, shown(purpose), file.file, seconds)
-        except OSError as error:
-            raise ApiError(507, f"The server cannot store the file ({error.strerror}); its disk may be full.") from None
+        except (OSError, sqlite3.Error) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ApiError(507, f"The server cannot store the file ({why}); its disk may be full.") from None
         self.begin(made)
         return made
 
