@@ -26,6 +26,9 @@ def run(
     store: Annotated[Path | None, typer.Option(help="The folder of documents.", show_default="restorekv-store")] = None,
     memory: Annotated[str, typer.Option(help="How much of the documents is held in memory.")] = "4G",
     disk: Annotated[str, typer.Option(help="How much of them is held on disk.")] = "100G",
+    shared: Annotated[
+        str | None, typer.Option(help="A folder of caches that several servers share: a path, s3://BUCKET/PATH.")
+    ] = None,
     waiting: Annotated[int, typer.Option(min=1, help="Questions that may wait; more are refused with 429.")] = 256,
     max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 1024,
     device: options.Device = "cpu",
@@ -41,15 +44,17 @@ def run(
         notes.print("warning: whoever reaches this machine can ask; --api-key-file asks for a key.", highlight=False)
     settings = server.Settings(
         store or Path("restorekv-store"), model, f"{model}:{preset}-{ratio}", host, port, waiting=waiting, keys=keys,
-        limits=server.Limits(tokens=max_tokens), **sizes,
+        shared=shared, limits=server.Limits(tokens=max_tokens), **sizes,
     )  # fmt: skip
     server.Variant.parse(settings.default, model)
+    if shared:
+        server.Shared(shared)  # refuses what cannot be used
     check_free(host, port)
     address = f"http://{host}:{port}"
     with alone(settings.store):
         loaded, tokenizer = open_model(model, dtype, device)
         notes.print(f"Serving {settings.default} at {address}/v1\nThe page is at {address}/", highlight=False)
-        server.serve(loaded, tokenizer, settings)
+        server.serve(server.application(loaded, tokenizer, settings), settings)
 
 
 def check_free(host: str, port: int) -> None:
