@@ -6,7 +6,6 @@ node lost) goes to another worker, and a new worker starts where there is room.
 """
 
 import os
-import socket
 import warnings
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -14,19 +13,14 @@ from typing import Any, Self
 
 import torch
 
-from restorekv.data.files import optional
 from restorekv.errors import RestoreKVError, RestoreKVWarning, first_sentence, warn
 from restorekv.evaluation.grid import Cell, Job
 from restorekv.evaluation.run import Facts, LocalPool, Missing
 from restorekv.evaluation.worker import Line
+from restorekv.serve.cluster import LOCAL, connect
 
-LOCAL = "local"
 TRIES = 3  # workers that may die over one context
 STORE = 128 * 2**20  # bytes of shared memory for results, which are short texts
-ENVIRONMENT = {  # no usage reports, workers at this process's priority, no log output
-    "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_worker_niceness": "0",
-    "RAY_BACKEND_LOG_LEVEL": "fatal",
-}  # fmt: skip
 Call = tuple[str, tuple]  # a method of `RayWorker` and its arguments
 
 
@@ -65,15 +59,12 @@ class RayPool:
     def __init__(self, workers: int = 2, address: str = LOCAL, device: str = "cpu", threads: int = 1) -> None:
         if workers < 1 or threads < 1:
             raise RestoreKVError(f"Ray needs at least 1 worker and 1 thread, not {workers} and {threads}.")
-        for name, value in ENVIRONMENT.items():  # Ray reads them when it is imported
-            os.environ.setdefault(name, value)
-        self.ray = optional("ray", "ray")
-        self.gpus = int(device.startswith("cuda"))
-        self.arguments = ("cuda" if self.gpus else device, threads, os.getcwd())  # a worker sees its own GPU alone
+        gpus = int(device.startswith("cuda"))
+        self.ray = connect(address, workers * threads, STORE, {"CPU": threads, "GPU": gpus})
+        self.arguments = ("cuda" if gpus else device, threads, os.getcwd())  # a worker sees its own GPU alone
         self.busy: dict[Any, tuple[Any, int | None]] = {}  # pending answer -> worker, number of its call (None: start)
         self.idle: deque[Any] = deque()
-        self.connect(address, workers, threads)
-        self.actor = self.ray.remote(num_cpus=threads, num_gpus=self.gpus, max_restarts=0)(RayWorker)
+        self.actor = self.ray.remote(num_cpus=threads, num_gpus=gpus, max_restarts=0)(RayWorker)
         for _ in range(workers):
             self.hire()
 
@@ -82,24 +73,6 @@ class RayPool:
 
     def __exit__(self, *error: object) -> None:
         self.ray.shutdown()
-
-    def connect(self, address: str, workers: int, threads: int) -> None:
-        """Starts the cluster or connects to it, without Ray's own output."""
-        own = {"num_cpus": workers * threads, "include_dashboard": False, "object_store_memory": STORE}
-        quiet = {"log_to_driver": False, "logging_level": "CRITICAL"}
-        try:
-            if ":" in address:  # Ray would wait minutes for an address that nobody listens on
-                host, _, port = address.removeprefix("ray://").rpartition(":")
-                socket.create_connection((host, int(port)), timeout=10).close()
-            self.ray.init(address, **quiet, **(own if address == LOCAL else {}))
-        except Exception as error:  # unreachable, malformed, another version, already running: many types
-            fix = "start one, set RAY_AUTH_TOKEN if it asks for a token, or use local"
-            raise RestoreKVError(f"There is no Ray cluster at {address} ({first_sentence(error)}); {fix}.") from error
-        needed = {"CPU": threads, "GPU": self.gpus}
-        nodes = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
-        if not any(all(node.get(kind, 0) >= count for kind, count in needed.items()) for node in nodes):
-            self.ray.shutdown()
-            raise RestoreKVError(f"No node of the Ray cluster has the {threads} CPUs and {self.gpus} GPUs of a worker.")
 
     def hire(self) -> None:
         """Starts a new worker; it becomes idle once its process has started."""
