@@ -106,16 +106,15 @@ REPLY = Reply([], 3, 4, 5, 6, {})
 PLACE = "ab" * 32, Variant.parse(VARIANT, "tiny")
 
 
-def settled(tokenizer, waiting=4, leaves=False, **scripts):
+def settled(tokenizer, waiting=4, leaves=False, count=1, **scripts):
     """Asks one question; returns the reply or the error, the tokens that were passed on, and the handle's calls."""
     handle, passed = Handle(tokenizer, **scripts), []
 
     async def asked():
         engine = RayEngine(handle, waiting)
-        document = Sent(*PLACE, 9, False, lambda: "the text")
-        question = Question(
-            [document], [], "Which?", "", 8, Decoding.make(samples=2), lambda *item: passed.append(item)
-        )
+        documents = [Sent(sha256, PLACE[1], 9, False, lambda: "the text") for sha256 in (PLACE[0], "cd" * 32)][:count]
+        two = Decoding.make(samples=2)
+        question = Question(documents, [], "Which?", "", 8, two, lambda *item: passed.append(item))
         question.cancelled = leaves
         return await asyncio.wait_for(asyncio.wrap_future(engine.ask(question)), 20)
 
@@ -142,6 +141,16 @@ def test_a_document_that_is_gone_is_brought_again(tiny_tokenizer):
     assert reply == REPLY and [name for name, *_ in calls] == ["ask", "document", "document", "ask"]
     assert [given[1] for name, _, given in calls if name == "document"] == [None, "the text"]
     assert len({key for _, key, _ in calls}) == 1
+
+
+def test_documents_are_brought_to_where_the_question_is(tiny_tokenizer):
+    """Also the second of two, which would have a replica of its own; and not for ever."""
+    placed = [[(9, True)], [(9, True)]]
+    reply, _, calls = settled(tiny_tokenizer, count=2, ask=[[missing()], [REPLY]], document=placed)
+    assert reply == REPLY and len(calls) == 4 and len({key for _, key, _ in calls}) == 1
+    assert [given[0][0][:2] for name, _, given in calls if name == "document"] == ["ab", "cd"]
+    again = {"ask": [[missing()]] * TRIES, "document": [[(9, False)]] * TRIES}
+    assert isinstance(settled(tiny_tokenizer, **again)[0], AwayError)
 
 
 def test_an_error_of_a_replica_is_its_own_kind(tiny_tokenizer):

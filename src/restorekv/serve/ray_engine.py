@@ -77,16 +77,16 @@ class RayEngine:
             return Sent(sha256, variant, tokens, False, content)
         return await self.brought(Sent(sha256, variant, 0, False, content))
 
-    async def brought(self, document: Sent) -> Sent:
-        """Has a replica load a document, or make it of its content."""
-        key = self.key(document.sha256, document.variant)
+    async def brought(self, document: Sent, beside: Sent | None = None) -> Sent:
+        """Has a replica load a document, or make it of its content: its own replica, or that of another document."""
+        key, near = (self.key(each.sha256, each.variant) for each in (document, beside or document))
         self.making.setdefault(key, "waiting")
         try:
             try:
-                tokens, fresh = await self.tried(lambda: self.placed(key, document, None))
+                tokens, fresh = await self.tried(lambda: self.placed(key, near, document, None))
             except self.replica.MissingError:
                 content = await asyncio.to_thread(payload, document.content)
-                tokens, fresh = await self.tried(lambda: self.placed(key, document, content))
+                tokens, fresh = await self.tried(lambda: self.placed(key, near, document, content))
         finally:
             self.making.pop(key, None)
         self.known[key] = tokens
@@ -94,10 +94,10 @@ class RayEngine:
             self.known.popitem(last=False)
         return Sent(document.sha256, document.variant, tokens, fresh, document.content)
 
-    async def placed(self, key: str, document: Sent, content: str | bytes | None) -> tuple[int, bool]:
+    async def placed(self, key: str, near: str, document: Sent, content: str | bytes | None) -> tuple[int, bool]:
         """Returns tokens and freshness of a document that a replica loaded or made, and notes its phases."""
         found = 0, False
-        async for item in self.items("document", key, (document.sha256, document.variant), content):
+        async for item in self.items("document", near, (document.sha256, document.variant), content):
             if isinstance(item, str):
                 self.making[key] = item
             else:
@@ -150,12 +150,13 @@ class RayEngine:
     async def answered(self, question: Question) -> Reply:
         """Returns the reply; brings documents that are not there any more."""
         sent: list[list[int]] = [[] for _ in range(question.decoding.samples)]
-        while True:
+        for _ in range(TRIES):
             try:
                 return await self.tried(lambda: self.written(question, sent))
             except self.replica.MissingError:
                 for document in question.documents:
-                    await self.brought(document)
+                    await self.brought(document, question.documents[0])
+        raise AwayError("The documents went away again and again before the question was read; ask again.")
 
     async def written(self, question: Question, sent: list[list[int]]) -> Reply:
         """Has a replica write the answers; passes on what is not among the tokens `sent` of each sample."""
