@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from restorekv.cli import options
-from restorekv.cli.session import notes, open_model, phase
+from restorekv.cli.session import notes, open_model
 from restorekv.errors import RestoreKVError
 from restorekv.files import alone, read_bytes
 from restorekv.serve.cluster import Spread
@@ -61,7 +61,7 @@ def run(
     with alone(store), ExitStack() as lasting:
         if spread.ray:
             engines = import_module("restorekv.serve.ray_engine")
-            with phase("starting replicas"):
+            with notes.status("starting replicas"):
                 engine = lasting.enter_context(engines.deployed(settings, spread, model, dtype, device))
             app = server.application_of(engine, server.store_of(settings), settings)
         else:
