@@ -131,13 +131,18 @@ class Store:
                 return False
             self.rows.execute("delete from files where id = ?", (name,))
             self.file(name).unlink(missing_ok=True)
-            if not self.rows.execute("select 1 from files where sha256 = ?", row).fetchone():
-                self.drop_all(*row)
-                if self.shared:
-                    self.rows.execute("delete from pending where sha256 = ?", row)
-                    self.rows.execute("insert into pending values (?, '')", row)
-                    self.news.set()
+            self.drop_unused(row[0])
             return True
+
+    def drop_unused(self, sha256: str) -> None:
+        """Removes the caches of a content that no upload has, here and in the shared folder."""
+        if not self.rows.execute("select 1 from files where sha256 = ?", (sha256,)).fetchone():
+            for (key,) in self.rows.execute("select key from caches where sha256 = ?", (sha256,)).fetchall():
+                self.drop(key)
+            if self.shared:
+                self.rows.execute("delete from pending where sha256 = ?", (sha256,))
+                self.rows.execute("insert into pending values (?, '')", (sha256,))
+                self.news.set()
 
     def expire(self) -> None:
         now = int(time.time())
@@ -197,10 +202,6 @@ class Store:
                 continue
             self.drop(key)
             total -= size
-
-    def drop_all(self, sha256: str) -> None:
-        for (key,) in self.rows.execute("select key from caches where sha256 = ?", (sha256,)).fetchall():
-            self.drop(key)
 
     def drop(self, key: str) -> None:
         self.rows.execute("delete from caches where key = ?", (key,))
