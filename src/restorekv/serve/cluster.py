@@ -71,6 +71,7 @@ def connect(address: str, cpus: int, memory: int, needed: Mapping[str, float]) -
         ray.init(address, **quiet, **(own if address == LOCAL else {}))
     except Exception as error:  # unreachable, malformed, another version, already running: many types
         fix = "start one, set RAY_AUTH_TOKEN if it asks for a token, or use local"
+        fix = "try again when this machine is less busy" if address == LOCAL else fix
         raise RestoreKVError(f"There is no Ray cluster at {address} ({first_sentence(error)}); {fix}.") from error
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if not any(all(node.get(kind, 0) >= count for kind, count in needed.items()) for node in nodes):
