@@ -7,6 +7,7 @@ HMAC-SHA256 of that checksum.
 
 import hashlib
 import hmac
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,10 +32,23 @@ def sealed(tensors: dict[str, Tensor], metadata: Mapping[str, str], key: bytes |
     key = key or read_key()
     blanks = {"checksum": BLANK, **({SIGNATURE: BLANK_SIGNATURE} if key else {})}
     payload = safetensors.torch.save(tensors, {**metadata, **blanks})
-    digest = hashlib.sha256(payload).hexdigest()
+    end = 8 + int.from_bytes(payload[:8], "little")
+    header, rest = ordered(payload[8:end]), memoryview(payload)[end:]
+    sha256 = hashlib.sha256(header)
+    sha256.update(rest)
+    digest = sha256.hexdigest()
     if key:
-        payload = payload.replace(BLANK_SIGNATURE.encode(), signature(key, metadata["format"], digest).encode(), 1)
-    return payload.replace(BLANK.encode(), digest.encode(), 1)
+        header = header.replace(BLANK_SIGNATURE.encode(), signature(key, metadata["format"], digest).encode(), 1)
+    return b"".join((header.replace(BLANK.encode(), digest.encode(), 1), rest))
+
+
+def ordered(header: bytes) -> bytes:
+    """Returns a safetensors header with its length, and with the metadata, which the library shuffles, in order."""
+    entries = json.loads(header)
+    entries["__metadata__"] = dict(sorted(entries["__metadata__"].items()))
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def write(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str], key: bytes | None = None) -> None:

@@ -173,7 +173,8 @@ CASES: dict[str, tuple[Build, str]] = {
     "not UTF-8": (text(b"the code is \xff\xfe seven"), "not UTF-8"),
     "binary file": (text(b"\x7fELF\0\0\0\1"), "binary"),
     "missing file": (compress("nowhere"), "does not exist; check its name"),
-    "a folder instead of a file": (compress("."), "not a regular file"),
+    "a folder without documents": (compress("."), "has no document"),
+    "Ray for one file": (flags("--ray", "local"), "spreads the documents of a folder"),
     "context shorter than n": (
         lambda world, tmp: text(b"a", "--ratio", 1, "--adapter", world.adapter)(world, tmp),
         "fewer than the 8 restore tokens",

@@ -52,6 +52,15 @@ def test_round_trip_is_bit_equal(tiny_model, written):
     assert sorted(entry.name for entry in path.parent.iterdir()) == ["doc.rkv"]
 
 
+def test_the_same_cache_is_the_same_bytes(tiny_model, written):
+    """The safetensors library alone would shuffle the metadata."""
+    path, cache, context = written
+    first = path.read_bytes()
+    for _ in range(4):
+        write(path, cache, context, manifest_of(tiny_model, cache, context))
+        assert path.read_bytes() == first
+
+
 def test_files_hold_the_key_of_earlier_versions(written):
     held = json.loads(read_tensors(written[0], "it")[0]["manifest"])
     assert held["on_tight"] == "error" and "on_small_budget" not in held

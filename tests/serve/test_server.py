@@ -38,8 +38,14 @@ def model():
 
 @contextlib.contextmanager
 def serving(model, tokenizer, folder: Path, **settings: object) -> Iterator[str]:
+    """The address of a server with the library as engine."""
+    with listening(application(model, tokenizer, Settings(folder, "tiny", VARIANT, **settings))) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def listening(app) -> Iterator[str]:
     """The address of a server in a thread of this process."""
-    app = application(model, tokenizer, Settings(folder, "tiny", VARIANT, **settings))
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", http=Connection))
     thread = threading.Thread(target=server.run)
     thread.start()

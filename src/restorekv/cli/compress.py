@@ -1,4 +1,4 @@
-"""`restorekv compress FILE -o doc.rkv`: text in, cache file out."""
+"""`restorekv compress FILE -o doc.rkv`: text in, cache file out; a folder gives a folder."""
 
 import time
 from fractions import Fraction
@@ -8,21 +8,21 @@ from typing import Annotated
 import typer
 
 from restorekv.cache.quantized import check as check_storage
-from restorekv.cli import options
+from restorekv.cli import folder, options
 from restorekv.cli.session import method_of, notes, open_model, print_figures, read_text
 from restorekv.compression.budget import exact_ratio
 from restorekv.compression.compressor import chosen_evictor, compress
 from restorekv.compression.context import CompressedContext, size
 from restorekv.compression.eviction import make_compressor
 from restorekv.compression.prepared import CompressionConfig
-from restorekv.errors import BudgetError
-from restorekv.files import write_json
+from restorekv.errors import BudgetError, RestoreKVError
+from restorekv.files import check_target, write_json
 from restorekv.seal import read_key
 
 
 def run(
-    file: Annotated[str, typer.Argument(help="A UTF-8 text, or - for stdin.")],
-    out: options.CacheFile,
+    file: Annotated[str, typer.Argument(help="A UTF-8 text, - for stdin, or a folder of documents.")],
+    out: Annotated[Path, typer.Option("--output", "-o", help="The cache file to write, or for a folder, a folder.")],
     ratio: Annotated[
         str | None, typer.Option(help="Share of the KV pairs to hold, in (0, 1]; 0.1 unless given.")
     ] = None,
@@ -47,24 +47,36 @@ def run(
     max_context: options.MaxContext = "refuse",
     yarn: options.Yarn = None,
     json: Annotated[Path | None, options.target("Write the figures here, for programs.")] = None,
+    ray: Annotated[str | None, typer.Option(help="Spread a folder over Ray: local, auto or an address.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="With --ray, how many documents at once.")] = 2,
 ) -> None:
     evictor = checked(ratio, tokens_per_head, evictor, preset, storage)
     make_compressor(evictor, CompressionConfig(prefix_policy, on_small_budget, allocation, restore_from, offset))
-    key = read_key(sign_key)
+    recipe = folder.Recipe(model, dtype, device, yarn, read_key(sign_key), {
+        "evictor": evictor, "ratio": ratio, "tokens_per_head": tokens_per_head,
+        "adapter": None if adapter == "none" else adapter, "restore_tokens": restore_tokens, "system": system,
+        "prefix_policy": prefix_policy, "on_small_budget": on_small_budget, "allocation": allocation,
+        "restore_from": restore_from, "offset": offset,
+        "storage": storage, "streaming": streaming, "offload": offload, "max_context": max_context,
+    })  # fmt: skip
+    if file != "-" and Path(file).is_dir():
+        return folder.run(Path(file), out, recipe, ray, workers, json)
+    if ray:
+        raise RestoreKVError("--ray spreads the documents of a folder; leave it out for one text.")
+    check_target(out)
+    compress_file(file, out, recipe, json)
+
+
+def compress_file(file: str, out: Path, recipe: folder.Recipe, json: Path | None) -> None:
+    """Compresses one text."""
     text = read_text(file)
-    loaded, tokenizer = open_model(model, dtype, device, yarn)
+    loaded, tokenizer = open_model(recipe.model, recipe.dtype, recipe.device, recipe.yarn)
     start = time.perf_counter()
     with notes.status("compressing") as status:
-        compressed = compress(
-            loaded, tokenizer, text, evictor=evictor, ratio=ratio, tokens_per_head=tokens_per_head,
-            adapter=None if adapter == "none" else adapter, restore_tokens=restore_tokens, system=system,
-            prefix_policy=prefix_policy, on_small_budget=on_small_budget, allocation=allocation,
-            restore_from=restore_from, offset=offset,
-            storage=storage, streaming=streaming, offload=offload, max_context=max_context, progress=status.update,
-        )  # fmt: skip
+        compressed = compress(loaded, tokenizer, text, progress=status.update, **recipe.options)
         seconds = time.perf_counter() - start
         status.update("saving")
-        compressed.save(out, key)
+        compressed.save(out, recipe.key)
     if json:
         write_json(json, {"file": str(out), "file_bytes": out.stat().st_size, **compressed.manifest.described()})
     print_figures(f"Wrote {out}", summary(compressed, out, seconds))

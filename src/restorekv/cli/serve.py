@@ -2,9 +2,10 @@
 
 import re
 import socket
+from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,10 +13,12 @@ from restorekv.cli import options
 from restorekv.cli.session import notes, open_model
 from restorekv.errors import RestoreKVError
 from restorekv.files import alone, read_bytes
+from restorekv.serve.cluster import Spread
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
+@options.options_of(Spread)
 def run(
     model: options.Model = "smollm2",
     preset: Annotated[str, typer.Option(help="How uploads are compressed: fast, best or an evictor's name.")] = "fast",
@@ -26,11 +29,16 @@ def run(
     store: Annotated[Path | None, typer.Option(help="The folder of documents.", show_default="restorekv-store")] = None,
     memory: Annotated[str, typer.Option(help="How much of the documents is held in memory.")] = "4G",
     disk: Annotated[str, typer.Option(help="How much of them is held on disk.")] = "100G",
+    shared: Annotated[
+        str | None, typer.Option(help="A folder of caches that several servers share: a path, s3://BUCKET/PATH.")
+    ] = None,
     waiting: Annotated[int, typer.Option(min=1, help="Questions that may wait; more are refused with 429.")] = 256,
     max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 1024,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
+    **spread: Any,
 ) -> None:
+    spread = Spread(**spread)
     sizes = {"memory": size_of("--memory", memory), "disk": size_of("--disk", disk)}
     keys = read_keys(api_key_file) if api_key_file else ()
     try:
@@ -39,17 +47,27 @@ def run(
         raise RestoreKVError(f"Serving needs {error.name}; pip install 'restorekv[serve]'.") from None
     if host not in ("127.0.0.1", "localhost", "::1") and not keys:
         notes.print("warning: whoever reaches this machine can ask; --api-key-file asks for a key.", highlight=False)
+    store = store or Path("restorekv-store")
+    shared = shared or ((store / "shared").resolve().as_uri() if spread.ray else None)
     settings = server.Settings(
-        store or Path("restorekv-store"), model, f"{model}:{preset}-{ratio}", host, port, waiting=waiting, keys=keys,
-        limits=server.Limits(tokens=max_tokens), **sizes,
+        store, model, f"{model}:{preset}-{ratio}", host, port, waiting=waiting, keys=keys,
+        shared=shared, limits=server.Limits(tokens=max_tokens), **sizes,
     )  # fmt: skip
     server.Variant.parse(settings.default, model)
+    if shared:
+        server.Shared(shared)  # refuses what cannot be used
     check_free(host, port)
     address = f"http://{host}:{port}"
-    with alone(settings.store):
-        loaded, tokenizer = open_model(model, dtype, device)
+    with alone(store), ExitStack() as lasting:
+        if spread.ray:
+            engines = import_module("restorekv.serve.ray_engine")
+            with notes.status("starting replicas"):
+                engine = lasting.enter_context(engines.deployed(settings, spread, model, dtype, device))
+            app = server.application_of(engine, server.store_of(settings), settings)
+        else:
+            app = server.application(*open_model(model, dtype, device), settings)
         notes.print(f"Serving {settings.default} at {address}/v1\nThe page is at {address}/", highlight=False)
-        server.serve(loaded, tokenizer, settings)
+        server.serve(app, settings)
 
 
 def check_free(host: str, port: int) -> None:

@@ -16,7 +16,7 @@ from starlette.routing import Match
 
 from restorekv.errors import RestoreKVError
 from restorekv.serve import replies, schemas
-from restorekv.serve.engine import BusyError
+from restorekv.serve.engine import AwayError, BusyError
 from restorekv.serve.guard import AROUND, Guard, problem
 from restorekv.serve.page import PATHS, add_page
 from restorekv.serve.requests import ChatRequest
@@ -51,6 +51,10 @@ def add_errors(app: FastAPI, service: Service) -> None:
     @app.exception_handler(BusyError)
     async def busy(_: Request, error: BusyError) -> Response:
         return problem(429, str(error), "rate_limit_exceeded", {"retry-after": "1"})
+
+    @app.exception_handler(AwayError)
+    async def away(_: Request, error: AwayError) -> Response:
+        return problem(503, str(error), None, {"retry-after": "5"})
 
     @app.exception_handler(RestoreKVError)
     async def wrong(_: Request, error: RestoreKVError) -> Response:
@@ -137,7 +141,8 @@ def add_files(app: FastAPI, service: Service) -> None:
     @app.get("/v1/files/{name}/cache", response_class=Response, responses=schemas.content(BYTES))
     async def cache(name: str) -> Response:
         upload = service.found(name)
-        path = service.store.find(service.engine.key(upload.sha256, service.default))
+        key = service.engine.key(upload.sha256, service.default)
+        path = await asyncio.to_thread(service.store.find, key, upload.sha256)
         return await sent(path, f"{upload.id} is not compressed yet; wait until it is processed.")
 
     @app.delete("/v1/files/{name}", response_model=schemas.Deleted)

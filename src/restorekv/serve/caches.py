@@ -11,6 +11,7 @@ import hashlib
 import queue
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,11 @@ class Held(Document):
     context: CompressedContext
 
 
+def key_of(sha256: str, variant: Variant, made_with: Sequence[str]) -> str:
+    """Returns the name of a cache: 32 hex digits of the document, the variant and what it is made with."""
+    return hashlib.sha256(" ".join((sha256, variant.name, *made_with)).encode()).hexdigest()[:32]
+
+
 class Caches:
     """Holds documents in memory up to `memory` bytes, and on disk in a store."""
 
@@ -47,7 +53,8 @@ class Caches:
         self.held: OrderedDict[str, CompressedContext] = OrderedDict()
         self.making = ("", "")  # the key of the cache that is being made, and what is done for it now
         self.counts = {"questions": 0, "tokens": 0, "compressed": 0, "loaded": 0, "hits": 0}
-        self.fingerprint, self.lock, self.loading = model_fingerprint(model), threading.Lock(), threading.Lock()
+        self.made_with = model_fingerprint(model), str(model.dtype), template_hash(tokenizer)
+        self.lock, self.loading = threading.Lock(), threading.Lock()
         self.orders: queue.Queue[tuple[str, Variant, Content, Future] | None] = queue.Queue()
         self.compressing = threading.Thread(target=self.work, name="restorekv-compress", daemon=True)
 
@@ -61,17 +68,21 @@ class Caches:
 
     def key(self, sha256: str, variant: Variant) -> str:
         """See `Engine`."""
-        made_of = sha256, variant.name, self.fingerprint, str(self.model.dtype), template_hash(self.tokenizer)
-        return hashlib.sha256(" ".join(made_of).encode()).hexdigest()[:32]
+        return key_of(sha256, variant, self.made_with)
 
     async def document(self, sha256: str, variant: Variant, content: Content) -> Held:
         """Returns a document from memory or disk at once, or from the thread that compresses."""
-        key = self.key(sha256, variant)
-        if context := self.find(key) or await asyncio.to_thread(self.loaded, key):
-            return Held(sha256, variant, context.context.positions, False, context)
+        if held := await self.stored(sha256, variant):
+            return held
         done: Future = Future()
         self.orders.put((sha256, variant, content, done))
         return await asyncio.wrap_future(done)
+
+    async def stored(self, sha256: str, variant: Variant) -> Held | None:
+        """Returns a document from memory or disk, if it is there."""
+        key = self.key(sha256, variant)
+        context = self.find(key) or await asyncio.to_thread(self.loaded, key, sha256)
+        return context and Held(sha256, variant, context.context.positions, False, context)
 
     def find(self, key: str) -> CompressedContext | None:
         """Returns a document that is in memory."""
@@ -95,7 +106,7 @@ class Caches:
     def fetch(self, sha256: str, variant: Variant, content: Content) -> Held:
         """Returns a document from memory, from disk or made now."""
         key = self.key(sha256, variant)
-        context = self.loaded(key)
+        context = self.loaded(key, sha256)
         fresh = context is None
         if fresh:
             context = self.made(content(), variant, key)
@@ -104,20 +115,21 @@ class Caches:
             self.hold(key, context)
         return Held(sha256, variant, context.context.positions, fresh, context)
 
-    def loaded(self, key: str) -> CompressedContext | None:
-        """Returns a cache from memory or from disk; a damaged one is set aside."""
+    def loaded(self, key: str, sha256: str) -> CompressedContext | None:
+        """Returns a cache from memory or from disk; damaged ones are set aside."""
         with self.loading:  # a second thread finds it in memory
-            path = None if key in self.held else self.store.find(key)
-            if path is None:
-                return self.find(key)
-            try:
-                context = CompressedContext.load(path, self.model, self.tokenizer)
-            except CacheFileError as error:
-                self.store.set_aside(key, error)
-                return None
-            self.counts["loaded"] += 1
-            self.hold(key, context)
-            return context
+            if context := self.find(key):
+                return context
+            while path := self.store.find(key, sha256):
+                try:
+                    context = CompressedContext.load(path, self.model, self.tokenizer)
+                except CacheFileError:
+                    self.store.set_aside(key, sha256)
+                else:
+                    self.counts["loaded"] += 1
+                    self.hold(key, context)
+                    return context
+            return None
 
     def made(self, content: str | Path, variant: Variant, key: str) -> CompressedContext:
         """Compresses a text; loads a cache file from a path."""
@@ -152,7 +164,7 @@ class Caches:
         key, (making, now) = self.key(sha256, variant), self.making
         if making == key:
             return now
-        return "ready" if key in self.held or self.store.find(key) else "waiting"
+        return "ready" if key in self.held or self.store.has(key) else "waiting"
 
     async def kept(self, document: Held, layer: int | None, head: int | None) -> dict:
         """See `Engine`."""

@@ -25,6 +25,10 @@ class BusyError(RestoreKVError):
     """Too many requests wait."""
 
 
+class AwayError(RestoreKVError):
+    """What the engine needs does not answer; the request was right."""
+
+
 @dataclass(frozen=True)
 class Document:
     """A document that can be asked, of so many tokens; `fresh` says that it was compressed for this request."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +20,10 @@ from restorekv.compression.context import CompressedContext
 from restorekv.errors import RestoreKVError
 from restorekv.serve.app import make_app
 from restorekv.serve.embedded import Embedded
+from restorekv.serve.engine import Engine
 from restorekv.serve.guard import Connection
 from restorekv.serve.service import Limits, Service
+from restorekv.serve.shared import Shared
 from restorekv.serve.store import UPLOADED, Store
 from restorekv.serve.variants import Variant
 
@@ -40,21 +42,31 @@ class Settings:
     memory: int = 4 << 30
     disk: int = 100 << 30
     waiting: int = 256
+    shared: str | None = None  # the address of a folder of caches that several servers use
     keys: tuple[str, ...] = ()
     limits: Limits = field(default_factory=Limits)
 
 
 def application(model: PreTrainedModel, tokenizer: Tokenizer, settings: Settings) -> FastAPI:
+    """Returns the application with the library in this process."""
+    store = store_of(settings)
+    engine = Embedded(model, tokenizer, store, settings.memory, settings.waiting)
+    return application_of(engine, store, settings, lambda: check_loading(model, tokenizer))
+
+
+def store_of(settings: Settings) -> Store:
+    return Store(settings.store, settings.disk, Shared(settings.shared) if settings.shared else None)
+
+
+def application_of(engine: Engine, store: Store, settings: Settings, check: Callable[[], None] = bool) -> FastAPI:
     """Returns the application, whose start-up checks itself and goes on with what was not processed."""
     default = Variant.parse(settings.default, settings.base)
-    store = Store(settings.store, settings.disk)
-    engine = Embedded(model, tokenizer, store, settings.memory, settings.waiting)
     service = Service(engine, store, settings.base, default, settings.limits)
     state = {"ready": False}
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await asyncio.to_thread(check_loading, model, tokenizer)
+        await asyncio.to_thread(check)
         engine.start()
         for upload in store.list():
             if upload.status == UPLOADED:
@@ -85,9 +97,8 @@ def check_loading(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
         raise RestoreKVError(f"A stored document was read again ({sum(seen)} tokens); please report this.")
 
 
-def serve(model: PreTrainedModel, tokenizer: Tokenizer, settings: Settings) -> None:
+def serve(app: FastAPI, settings: Settings) -> None:
     """Serves until a signal ends it; requests that have begun are answered first."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    app = application(model, tokenizer, settings)
     uvicorn.run(app, host=settings.host, port=settings.port, log_level="warning", access_log=False,
                 timeout_graceful_shutdown=30, http=Connection)  # fmt: skip

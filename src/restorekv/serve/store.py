@@ -2,6 +2,7 @@
 
 A file is written whole before its row, and a row goes before its file, so that sudden death leaves at most files
 without a row, which the next start removes. Caches are the least recently used first to go when the disk quota is full.
+With a shared folder, what is written here is written there too, and what is missing here is fetched from there.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from restorekv.errors import CacheFileError, RestoreKVError
+from restorekv.errors import RestoreKVError
 from restorekv.files import replacing
+from restorekv.serve.shared import Shared
 
 SCHEMA = """
 create table if not exists files (
@@ -26,7 +28,9 @@ create table if not exists files (
     created integer not null, expires integer, status text not null, problem text not null default '');
 create table if not exists caches (
     key text primary key, sha256 text not null, bytes integer not null, used real not null);
-"""
+create table if not exists pending (sha256 text not null, key text not null, primary key (sha256, key));
+"""  # pending is what the shared folder does not know yet: a new cache, or with an empty key, a document's deletion
+PERIOD = 60.0  # seconds between two looks at the shared folder
 UPLOADED, PROCESSED, FAILED = "uploaded", "processed", "error"
 PIECE = 1 << 20  # bytes
 
@@ -49,8 +53,10 @@ class Upload:
 class Store:
     """A folder with `files/` and `caches/`; `disk` bounds the bytes of caches. Threads may share it."""
 
-    def __init__(self, folder: Path, disk: int) -> None:
-        self.folder, self.disk, self.lock = folder, disk, threading.RLock()
+    def __init__(self, folder: Path, disk: int, shared: Shared | None = None) -> None:
+        self.folder, self.disk, self.shared, self.lock = folder, disk, shared, threading.RLock()
+        self.fetched: set[str] = set()  # caches that came from the shared folder and were not yet found whole
+        self.telling, self.news, self.closed = threading.Lock(), threading.Event(), False
         for name in ("files", "caches", "damaged"):
             (folder / name).mkdir(parents=True, exist_ok=True)
         try:
@@ -60,6 +66,8 @@ class Store:
         except sqlite3.DatabaseError as error:
             raise RestoreKVError(f"The store {folder} has a damaged index ({error}); move it away.") from None
         self.tidy()
+        if shared:
+            threading.Thread(target=self.keep_up, name="restorekv-shared", daemon=True).start()
 
     def tidy(self) -> None:
         """Removes files without a row and rows without a file, which sudden death leaves."""
@@ -138,10 +146,14 @@ class Store:
             return True
 
     def drop_unused(self, sha256: str) -> None:
-        """Removes the caches of a content that no upload has."""
+        """Removes the caches of a content that no upload has, here and in the shared folder."""
         if not self.rows.execute("select 1 from files where sha256 = ?", (sha256,)).fetchone():
             for (key,) in self.rows.execute("select key from caches where sha256 = ?", (sha256,)).fetchall():
                 self.drop(key)
+            if self.shared:
+                self.rows.execute("delete from pending where sha256 = ?", (sha256,))
+                self.rows.execute("insert into pending values (?, '')", (sha256,))
+                self.news.set()
 
     def expire(self) -> None:
         now = int(time.time())
@@ -152,23 +164,46 @@ class Store:
     def writing(self, key: str, sha256: str) -> Iterator[Path]:
         """Gives the block a path for a cache, which is known once the block has ended."""
         yield self.cache(key)
+        self.keep(key, sha256)
+        if self.shared:
+            with self.lock:
+                self.rows.execute("delete from pending where sha256 = ? and key = ''", (sha256,))
+                self.rows.execute("insert or ignore into pending values (?, ?)", (sha256, key))
+            self.tell(sha256, key)
+
+    def keep(self, key: str, sha256: str) -> None:
+        """Takes a cache that was written into the index."""
         size = self.cache(key).stat().st_size
         with self.lock:
             self.rows.execute("insert or replace into caches values (?, ?, ?, ?)", (key, sha256, size, time.time()))
             self.make_room(key)
 
-    def find(self, key: str) -> Path | None:
-        """Returns the file of a cache, and notes that it was used."""
+    def has(self, key: str) -> bool:
+        """Returns whether a cache is here, whatever the shared folder has."""
         with self.lock:
-            done = self.rows.execute("update caches set used = ? where key = ?", (time.time(), key))
-            return self.cache(key) if done.rowcount else None
+            return bool(self.rows.execute("select 1 from caches where key = ?", (key,)).fetchone())
 
-    def set_aside(self, key: str, error: CacheFileError) -> None:
-        """Moves a damaged cache away; it is made again when it is needed."""
+    def find(self, key: str, sha256: str) -> Path | None:
+        """Returns the file of a cache, and notes that it was used; may fetch it."""
+        with self.lock:
+            if self.rows.execute("update caches set used = ? where key = ?", (time.time(), key)).rowcount:
+                self.fetched.discard(key)
+                return self.cache(key)
+        if self.shared is None or not self.shared.get(sha256, key, self.cache(key), self.disk):
+            return None
+        self.keep(key, sha256)
+        self.fetched.add(key)
+        return self.cache(key)
+
+    def set_aside(self, key: str, sha256: str) -> None:
+        """Moves a damaged cache away, where it was fetched from as well; it is made again when it is needed."""
         with self.lock:
             self.rows.execute("delete from caches where key = ?", (key,))
             if self.cache(key).exists():
                 self.cache(key).replace(self.folder / "damaged" / f"{key}.rkv")
+        if key in self.fetched:
+            self.fetched.discard(key)
+            self.shared.set_aside(sha256, key)
 
     def make_room(self, newest: str) -> None:
         """Drops the caches that were used least recently, until the quota holds; never the newest."""
@@ -183,6 +218,44 @@ class Store:
         self.rows.execute("delete from caches where key = ?", (key,))
         self.cache(key).unlink(missing_ok=True)
 
+    def tell(self, sha256: str, key: str) -> None:
+        """Tells the shared folder what is pending, unless that has been settled meanwhile."""
+        with self.telling:
+            with self.lock:
+                row = "from pending where sha256 = ? and key = ?", (sha256, key)
+                if self.closed or not self.rows.execute(f"select 1 {row[0]}", row[1]).fetchone():
+                    return
+            gone = key and not self.cache(key).exists()
+            if gone or (self.shared.put(self.cache(key), sha256, key) if key else self.shared.remove(sha256)):
+                with self.lock:
+                    if not self.closed:
+                        self.rows.execute(f"delete {row[0]}", row[1])
+
+    def keep_up(self) -> None:
+        """Runs in a thread: looks at the shared folder now and then."""
+        while not self.closed:
+            self.catch_up()
+            self.news.wait(PERIOD)
+            self.news.clear()
+
+    def catch_up(self) -> None:
+        """Tells the shared folder what it could not be told, and drops what was deleted there, unless it is ours."""
+        with self.lock:
+            pending = [] if self.closed else self.rows.execute("select * from pending").fetchall()
+        for sha256, key in pending:
+            self.tell(sha256, key)
+        removed = self.shared.removed() or {}
+        with self.lock:
+            if self.closed:
+                return
+            own = {row[0] for row in self.rows.execute("select sha256 from files")}
+            for key, sha256 in self.rows.execute("select key, sha256 from caches").fetchall():
+                gone = sha256 in removed and sha256 not in own
+                if gone and self.cache(key).exists() and self.cache(key).stat().st_mtime_ns < removed[sha256]:
+                    self.drop(key)
+
     def close(self) -> None:
         with self.lock:
+            self.closed = True
+            self.news.set()
             self.rows.close()

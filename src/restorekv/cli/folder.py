@@ -1,0 +1,173 @@
+"""`restorekv compress FOLDER -o FOLDER`: a cache file for every document of a folder, here or on a Ray cluster.
+
+Beside the cache files, `.made/` has a record of what each was made of, so that a run that was stopped goes on.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from restorekv import __version__
+from restorekv.cli.session import notes, open_model, output, shares
+from restorekv.compression.compressor import compress
+from restorekv.compression.context import size
+from restorekv.compression.context_file import read
+from restorekv.compression.eviction import load_adapter, make_compressor
+from restorekv.compression.prepared import CompressionConfig
+from restorekv.errors import RestoreKVError, first_sentence
+from restorekv.files import TEXT_LIMIT, check_target, read_bytes, read_json, write_json
+from restorekv.model.load import model_fingerprint, rope_fingerprint
+from restorekv.model.prompt import default_between, template_hash
+from restorekv.serve.documents import text_of
+
+ENDINGS = {".txt", ".text", ".md", ".markdown", ".html", ".htm", ".pdf", ".docx"}
+CONVENTIONS = ("prefix_policy", "on_small_budget", "allocation", "restore_from", "offset")
+EXPECTED = (RestoreKVError, OSError, MemoryError, RuntimeError)  # what one document may raise without ending the others
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The model and how texts are compressed; `options` are those of `compress`."""
+
+    model: str
+    dtype: str
+    device: str
+    yarn: float | None
+    key: bytes | None
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Made:
+    """What became of a document: `done` is "wrote" or "kept", or "failed" with the reason."""
+
+    done: str
+    held: int = 0
+    full: int = 0
+    reason: str = ""
+
+
+class Maker:
+    """Compresses documents with a model that it opens once."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe, self.opened = recipe, None
+
+    def open(self) -> None:
+        """Opens the model and finds out what decides every cache file."""
+        if self.opened:
+            return
+        recipe, options = self.recipe, self.recipe.options
+        model, tokenizer = open_model(recipe.model, recipe.dtype, recipe.device, recipe.yarn)
+        how = make_compressor(options["evictor"], CompressionConfig(*(options[name] for name in CONVENTIONS)))
+        between = default_between(tokenizer)
+        adapter = load_adapter(model, options["adapter"], how, options["restore_tokens"], between)
+        facts = [
+            __version__, model_fingerprint(model), rope_fingerprint(model.config), template_hash(tokenizer),
+            str(model.dtype), between, how.identity(model), adapter and adapter.identity(), options,
+        ]  # fmt: skip
+        self.facts, self.opened = json.dumps(facts, sort_keys=True, default=str), (model, tokenizer)
+
+    def make(self, source: str, name: str, target: str) -> Made:
+        """Writes the cache file of a document, unless it is there already."""
+        try:
+            return self.made(Path(source), name, Path(target))
+        except EXPECTED as error:
+            reason = str(error) if isinstance(error, RestoreKVError) else first_sentence(error)
+            return Made("failed", reason=reason or type(error).__name__)
+
+    def made(self, source: Path, name: str, target: Path) -> Made:
+        """See `make`; raises what is wrong with the document."""
+        self.open()
+        content, record = read_bytes(source, name, TEXT_LIMIT), record_of(target)
+        digest = hashlib.sha256(self.facts.encode() + content).hexdigest()
+        if (there := existing(target, record, digest, self.recipe.key)) is not None:
+            return there
+        target.parent.mkdir(parents=True, exist_ok=True)
+        record.parent.mkdir(exist_ok=True)
+        compressed = compress(*self.opened, text_of(name, content), **self.recipe.options)
+        seconds, plain = compressed.manifest.seconds, replace(compressed.manifest, seconds={})
+        replace(compressed, manifest=plain).save(target, self.recipe.key)  # the same bytes, whoever makes it
+        write_json(record, {"of": digest, "seconds": seconds})
+        return Made("wrote", plain.bytes_held, plain.bytes_full)
+
+
+def record_of(target: Path) -> Path:
+    return target.parent / ".made" / f"{target.name}.json"
+
+
+def existing(target: Path, record: Path, digest: str, key: bytes | None) -> Made | None:
+    """Returns what is there if it is whole and made of the same."""
+    if not target.exists() or not record.exists():
+        return None
+    try:
+        if read_json(record, str(record)).get("of") != digest:
+            return None
+        manifest = read(target, key).manifest
+    except (RestoreKVError, AttributeError):  # damaged: it is made again
+        return None
+    return Made("kept", manifest.bytes_held, manifest.bytes_full)
+
+
+def documents_of(folder: Path) -> list[Path]:
+    """Returns the documents below a folder, relative to it, in order."""
+    below = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
+    found = [
+        path for path in below if path.suffix.lower() in ENDINGS and not any(p.startswith(".") for p in path.parts)
+    ]
+    if not found:
+        raise RestoreKVError(f"The folder {folder} has no document ({', '.join(sorted(ENDINGS))}); name another one.")
+    return found
+
+
+def run(folder: Path, out: Path, recipe: Recipe, ray: str | None, workers: int, figures: Path | None) -> None:
+    """Compresses every document of a folder; raises RestoreKVError at the end if some could not be."""
+    names = documents_of(folder)
+    if out.exists() and not out.is_dir():
+        raise RestoreKVError(f"{out} is not a folder; the documents of a folder go into one.")
+    out.mkdir(parents=True, exist_ok=True)
+    check_target(out / "x.rkv")
+    start, sizes = time.perf_counter(), [(folder / name).stat().st_size + 1 for name in names]
+    work = [(str((folder / name).resolve()), str(name), str((out / f"{name}.rkv").resolve())) for name in names]
+    made: list[Made] = []
+    with makers(recipe, ray, workers) as each, shares("compressing") as update:
+        update(str(names[0]), 0.0)
+        for number, (name, one) in enumerate(zip(names, each(work), strict=True), 1):
+            made.append(one)
+            if one.done == "failed":
+                notes.print(f"{name}: {one.reason}", markup=False, highlight=False, soft_wrap=True)
+            update(f"{number} of {len(names)}, {names[min(number, len(names) - 1)]}", sum(sizes[:number]) / sum(sizes))
+    counts = {done: sum(one.done == done for one in made) for done in ("wrote", "kept", "failed")}
+    if figures:
+        rows = {str(name): vars(one) for name, one in zip(names, made, strict=True)}
+        write_json(figures, {**counts, "seconds": time.perf_counter() - start, "documents": rows})
+    held, full = (sum(getattr(one, part) for one in made) for part in ("held", "full"))
+    output.print(
+        f"Wrote {counts['wrote']} cache files to {out}, {counts['kept']} were there: {size(held)} of {size(full)} in "
+        f"{time.perf_counter() - start:.1f} s", markup=False, highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    if counts["failed"]:
+        what = "document" if len(names) == 1 else f"of {len(names)} documents"
+        raise RestoreKVError(
+            f"{counts['failed']} {what} could not be compressed; mend what is named above and run it again."
+        )
+
+
+@contextmanager
+def makers(recipe: Recipe, ray: str | None, workers: int) -> Iterator[Any]:
+    """Yields a function that takes (source, name, target) of every document and yields what became of each."""
+    if ray is None:
+        maker = Maker(recipe)
+        maker.open()
+        yield lambda work: (maker.make(*each) for each in work)
+        return
+    from restorekv.cli.ray_folder import RayMakers  # Ray is an optional extra
+
+    with RayMakers(recipe, workers, ray) as pool:
+        next(pool.work([("open", ())]))  # a model that cannot be opened ends all
+        yield lambda work: pool.work([("make", arguments) for arguments in work])

@@ -1,0 +1,81 @@
+"""Starts a Ray cluster on this machine, or joins one that runs."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from restorekv.errors import RestoreKVError, first_sentence
+
+LOCAL = "local"
+ENVIRONMENT = {  # no usage reports, workers at this process's priority, no log output
+    "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_worker_niceness": "0",
+    "RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_SERVE_LOG_TO_STDERR": "0",
+}  # fmt: skip
+REPLICAS: frozenset[str] = frozenset()  # the names of those that run, as router.py was told last
+PRIVATE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}  # on every system, loopback alone
+
+
+def option(default: object, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Whether and how a server answers in replicas of Ray Serve."""
+
+    ray: str | None = option(None, "Answer in replicas of Ray Serve: local, auto or the address of a cluster.")
+    replicas: int = option(2, "How many replicas there are at least.")
+    max_replicas: int = option(0, "How many there are when much is asked; 0 for no more.")
+    replica_cpus: int = option(1, "The CPUs, and threads, of a replica.")
+    replica_gpus: float = option(-1.0, "The GPUs of a replica; unless given, one on cuda and none elsewhere.")
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1 or self.replica_cpus < 1 or 0 < self.max_replicas < self.replicas:
+            raise RestoreKVError("A server has at least 1 replica of 1 CPU, and not more at least than at most.")
+
+    def needed(self, device: str) -> dict[str, float]:
+        """Returns what a replica needs of its node."""
+        gpus = self.replica_gpus if self.replica_gpus >= 0 else float(device.startswith("cuda"))
+        return {"CPU": self.replica_cpus, "GPU": gpus}
+
+
+def connect(address: str, cpus: int, memory: int, needed: Mapping[str, float]) -> ModuleType:
+    """Returns Ray, connected to the cluster at `address`, "auto" or "host:port", without its own output.
+
+    "local" starts one with so many CPUs and bytes of shared memory, which nobody else reaches. Raises RestoreKVError
+    where Ray or the cluster is missing, or no node has what a worker needs, such as {"CPU": 1, "GPU": 0}.
+    """
+    private = {**PRIVATE, "RAY_AUTH_TOKEN": secrets.token_hex(32)} if address == LOCAL else {}
+    if "ray" in sys.modules:  # it has read them, and its processes must not read others
+        private = {}
+    for name, value in {**ENVIRONMENT, **private}.items():
+        os.environ.setdefault(name, value)
+    try:
+        ray = import_module("ray")
+    except ImportError as error:
+        raise RestoreKVError("This needs the package ray; install 'restorekv[ray]'.") from error
+    own = {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": memory}
+    quiet = {"log_to_driver": False, "logging_level": "CRITICAL"}
+    try:
+        if ":" in address:  # Ray would wait minutes for an address that nobody listens on
+            host, _, port = address.removeprefix("ray://").rpartition(":")
+            socket.create_connection((host, int(port)), timeout=10).close()
+        ray.init(address, **quiet, **(own if address == LOCAL else {}))
+    except Exception as error:  # unreachable, malformed, another version, already running: many types
+        fix = "start one, set RAY_AUTH_TOKEN if it asks for a token, or use local"
+        fix = "try again when this machine is less busy" if address == LOCAL else fix
+        raise RestoreKVError(f"There is no Ray cluster at {address} ({first_sentence(error)}); {fix}.") from error
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if not any(all(node.get(kind, 0) >= count for kind, count in needed.items()) for node in nodes):
+        ray.shutdown()
+        has = " and ".join(f"{needed[kind]:g} {kind}s" for kind in ("CPU", "GPU"))
+        raise RestoreKVError(f"No node of the Ray cluster has the {has} of a worker.")
+    return ray

@@ -1,0 +1,37 @@
+"""Which replica of Ray Serve gets a request. Ray copies this file's code into its own processes."""
+
+from __future__ import annotations
+
+import hashlib
+
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+from restorekv.serve import cluster
+
+
+class ByDocument(RequestRouter):
+    """Sends all requests about a document to one replica, which holds it then, and to the next one where that is full.
+
+    The order of replicas follows from the document and their names alone, so that it is the same in every process,
+    and when a replica comes or goes, most documents stay where they are.
+    """
+
+    queue_len_response_deadline_s = 5.0  # a replica that computes is not quick to say how much waits there
+    max_queue_len_response_deadline_s = 20.0
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        cluster.REPLICAS = frozenset(each.replica_id.unique_id for each in replicas)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Returns the replicas, each as a choice of its own."""
+        key = pending_request.metadata.multiplexed_model_id if pending_request else ""
+        if pending_request:
+            pending_request.routing_context.should_backoff = True  # when all are full
+
+        def order(replica: RunningReplica) -> bytes:
+            return hashlib.sha256(f"{key} {replica.replica_id.unique_id}".encode()).digest()
+
+        return [[each] for each in sorted(candidate_replicas, key=order)]

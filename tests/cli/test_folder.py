@@ -1,0 +1,126 @@
+"""`restorekv compress FOLDER`: every document once, whatever happens to one, and the same bytes however spread."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from restorekv import CompressedContext, compress, load_model
+from restorekv.cli import folder as module
+from tests.helpers.cli_world import TEXT, build_world, cli
+
+FLAGS = ("--ratio", "0.3", "--adapter", "none")
+TEXTS = {
+    "a.txt": TEXT, "below/b.md": f"# Houses\n\n{TEXT}", "c.html": f"<p>{TEXT}</p><script>no()</script>",
+    "D.TXT": TEXT.upper(),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def world(tiny_tokenizer, tmp_path_factory):
+    return build_world(tmp_path_factory.mktemp("world"), tiny_tokenizer)
+
+
+@pytest.fixture
+def given(tmp_path) -> Path:
+    """A folder with four documents, and files that are none."""
+    for name, text in {**TEXTS, "image.png": "x", ".hidden.txt": TEXT, ".git/c.txt": TEXT}.items():
+        (path := tmp_path / "given" / name).parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path / "given"
+
+
+def written(out: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*.rkv"))}
+
+
+def run(world, given, *more, flags=FLAGS):
+    return cli("compress", given, "--model", world.model, "-o", given.parent / "out", *flags, *more)
+
+
+def test_every_document_is_compressed(world, given, tmp_path):
+    result = run(world, given, "--json", tmp_path / "made.json")
+    assert result.code == 0 and "Wrote 4 cache files" in result.out, result
+    assert set(written(tmp_path / "out")) == {f"{name}.rkv" for name in TEXTS}
+    model, tokenizer = load_model(world.model)
+    for name, text in {"c.html": TEXT.strip(), "a.txt": TEXT}.items():
+        loaded = CompressedContext.load(tmp_path / "out" / f"{name}.rkv", model, tokenizer)
+        own = compress(model, tokenizer, text, ratio="0.3", adapter=None)
+        assert loaded.ask("who?", 8) == own.ask("who?", 8) and loaded.manifest.pairs == own.manifest.pairs
+    figures = json.loads((tmp_path / "made.json").read_text())
+    assert figures["wrote"] == 4 and figures["documents"]["a.txt"]["held"] == own.manifest.bytes_held
+    assert "4 of 4" in result.err and "100%" in result.err, "how far it is"
+
+
+def test_what_is_there_is_kept(world, given, tmp_path):
+    """Unless the text, the settings, the model or the file itself changed."""
+    run(world, given)
+    first = written(out := tmp_path / "out")
+    stamps = {name: (out / name).stat().st_mtime_ns for name in first}
+    assert "Wrote 0 cache files" in (result := run(world, given)).out and "4 were there" in result.out
+    assert {name: (out / name).stat().st_mtime_ns for name in first} == stamps
+    (given / "a.txt").write_text(f"{TEXT} And more.")
+    (out / "c.html.rkv").write_bytes(first["c.html.rkv"][:-9])
+    (out / "D.TXT.rkv").unlink()
+    (out / ".made" / "D.TXT.rkv.json").write_text("[]")
+    assert "Wrote 3 cache files" in run(world, given).out
+    assert {name for name, content in written(out).items() if content != first[name]} == {"a.txt.rkv"}
+    assert "Wrote 4" in run(world, given, flags=("--ratio", "0.4", "--adapter", "none")).out
+    assert "Wrote 4" in run(world, given, flags=("--ratio", "0.4", "--adapter", world.adapter)).out
+    again = cli("compress", given, "--model", world.other, "-o", out, "--ratio", "0.4", "--adapter", "none")
+    assert "Wrote 4" in again.out
+
+
+def test_one_failure_does_not_stop_the_others(world, given, tmp_path):
+    (given / "bad.pdf").write_bytes(b"%PDF-1.7 nothing")
+    (given / "empty.txt").write_text(" \n")
+    (given / "latin.txt").write_bytes(b"caf\xe9 " * 40)
+    result = run(world, given)
+    assert result.code == 1 and "Wrote 4 cache files" in result.out
+    assert result.err.splitlines()[-1] == (
+        "error: 3 of 7 documents could not be compressed; mend what is named above and run it again."
+    )
+    for name, words in {"bad.pdf": "can be read", "empty.txt": "has no text", "latin.txt": "not UTF-8"}.items():
+        (line,) = [line for line in result.err.splitlines() if line.startswith(f"{name}: ")]
+        assert words in line
+    assert len(written(tmp_path / "out")) == 4
+    (given / "empty.txt").write_text(TEXT)
+    assert "Wrote 1 cache files" in run(world, given).out
+
+
+def test_a_folder_stopped_in_the_middle_goes_on(world, given, tmp_path, monkeypatch):
+    made, count = module.compress, []
+
+    def stopping(*given, **options):
+        count.append(1)
+        if len(count) == 3:
+            raise KeyboardInterrupt
+        return made(*given, **options)
+
+    monkeypatch.setattr(module, "compress", stopping)
+    assert run(world, given).code == 130 and len(written(tmp_path / "out")) == 2
+    assert "Wrote 2 cache files" in run(world, given).out and len(count) == 5
+    assert not [path for path in (tmp_path / "out").rglob("*") if path.suffix == ".tmp"]
+
+
+def test_mistakes_are_one_sentence(world, given, tmp_path):
+    (tmp_path / "file").write_text("x")
+    assert "is not a folder" in cli("compress", given, "--model", world.model, "-o", tmp_path / "file").err
+    assert "Cannot load the model" in cli("compress", given, "--model", "no/such-model", "-o", tmp_path / "out").err
+
+
+@pytest.mark.slow
+def test_spread_over_ray_gives_the_same_bytes(world, given, tmp_path):
+    """And a run here goes on where one on a cluster stopped."""
+    pytest.importorskip("ray", reason="ray is not installed; the extra 'ray' is part of 'dev'")
+    (given / "empty.txt").write_text("")
+    assert run(world, given).code == 1
+    here = written(tmp_path / "out")
+    os.rename(tmp_path / "out", tmp_path / "here")
+    result = run(world, given, "--ray", "local")
+    assert result.code == 1 and "empty.txt: " in result.err and "1 of 5 documents" in result.err
+    assert written(tmp_path / "out") == here and len(here) == 4
+    assert "Wrote 0 cache files" in run(world, given).out
+    wrong = cli("compress", given, "--model", "no/such-model", "-o", tmp_path / "out", "--ray", "local")
+    assert wrong.code == 1 and "Cannot load the model" in wrong.err and "Traceback" not in wrong.err

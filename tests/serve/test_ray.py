@@ -1,0 +1,446 @@
+"""Replicas of Ray Serve behind the same HTTP surface: equal answers, whatever happens to a replica."""
+
+import asyncio
+import importlib.util
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from contextlib import ExitStack
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+
+openai = pytest.importorskip("openai")
+if not importlib.util.find_spec("ray"):  # importing it would be too early for its settings
+    pytest.skip("ray is not installed; the extra 'serve-ray' is part of 'dev'", allow_module_level=True)
+
+from restorekv.compression.sampling import Decoding  # noqa: E402
+from restorekv.errors import RestoreKVError  # noqa: E402
+from restorekv.serve import cluster  # noqa: E402
+from restorekv.serve.cluster import Spread  # noqa: E402
+from restorekv.serve.engine import AwayError, BusyError, Question, Reply  # noqa: E402
+from restorekv.serve.ray_engine import TRIES, RayEngine, Sent, deployed, modules, payload  # noqa: E402
+from restorekv.serve.run import Settings, application_of, store_of  # noqa: E402
+from restorekv.serve.service import Limits  # noqa: E402
+from restorekv.serve.variants import Variant  # noqa: E402
+from tests.evaluation.test_grid_spread import children, running  # noqa: E402
+from tests.helpers.grid_world import save_world  # noqa: E402
+from tests.helpers.models import build_model  # noqa: E402
+from tests.serve.test_server import (  # noqa: E402
+    OTHER,
+    QUESTION,
+    TEXT,
+    VARIANT,
+    about,
+    ask,
+    client_of,
+    expected,
+    listening,
+    until,
+)
+
+LONG = {"max_tokens": 700, "temperature": 2.0, "seed": 3, "n": 4}  # some of these answers end late
+PATIENCE = 240  # seconds
+
+
+class Handle:
+    """A deployment's handle whose methods do what a script says: lists of items, or errors, one for each call."""
+
+    def __init__(self, tokenizer, **scripts) -> None:
+        self.scripts, self.calls = scripts, []
+        described = tokenizer, {2}, ("weights", "float32", "template")
+        self.described = types.SimpleNamespace(remote=lambda: types.SimpleNamespace(result=lambda: described))
+
+    def options(self, **chosen) -> types.SimpleNamespace:
+        return types.SimpleNamespace(**{
+            name: types.SimpleNamespace(remote=lambda *given, name=name: self.call(name, chosen, given))
+            for name in self.scripts
+        })  # fmt: skip
+
+    def call(self, name, chosen, given):
+        self.calls.append((name, chosen["multiplexed_model_id"], given))
+        return Stream(self.scripts[name].pop(0))
+
+
+class Stream:
+    """What a call of a method that yields returns."""
+
+    def __init__(self, items) -> None:
+        self.items = iter(items)
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        await asyncio.sleep(0)
+        for item in self.items:
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                await asyncio.sleep(60)
+            return item
+        raise StopAsyncIteration
+
+    def cancel(self) -> None:
+        self.items = iter(())
+
+
+def dead():
+    from ray.exceptions import ActorDiedError
+
+    return ActorDiedError()
+
+
+def missing():
+    from ray.exceptions import RayTaskError
+
+    return RayTaskError("ask", "a traceback", modules()[1].MissingError("not here"))
+
+
+REPLY = Reply([], 3, 4, 5, 6, {})
+PLACE = "ab" * 32, Variant.parse(VARIANT, "tiny")
+
+
+def settled(tokenizer, waiting=4, leaves=False, count=1, **scripts):
+    """Asks one question; returns the reply or the error, the tokens that were passed on, and the handle's calls."""
+    handle, passed = Handle(tokenizer, **scripts), []
+
+    async def asked():
+        engine = RayEngine(handle, waiting)
+        documents = [Sent(sha256, PLACE[1], 9, False, lambda: "the text") for sha256 in (PLACE[0], "cd" * 32)][:count]
+        two = Decoding.make(samples=2)
+        question = Question(documents, [], "Which?", "", 8, two, lambda *item: passed.append(item))
+        question.cancelled = leaves
+        return await asyncio.wait_for(asyncio.wrap_future(engine.ask(question)), 20)
+
+    try:
+        return asyncio.run(asked()), passed, handle.calls
+    except (Exception, asyncio.CancelledError) as error:
+        return error, passed, handle.calls
+
+
+def test_a_repeated_answer_is_passed_on_once(tiny_tokenizer):
+    first, whole = [[(0, 5), (1, 6)], dead()], [[(0, 5)], [(1, 6), (0, 7)], [(1, 8)], REPLY]
+    reply, passed, calls = settled(tiny_tokenizer, ask=[first, [dead()], whole])
+    assert reply == REPLY and passed == [(0, 5), (1, 6), (0, 7), (1, 8)] and len(calls) == 3
+    error, passed, _ = settled(tiny_tokenizer, ask=[first, [[(0, 9)], REPLY]])
+    assert isinstance(error, AwayError) and "go on differently" in str(error) and passed == [(0, 5), (1, 6)]
+    error, _, calls = settled(tiny_tokenizer, ask=[[dead()]] * (TRIES + 1))
+    assert isinstance(error, AwayError) and f"{TRIES} replicas ended" in str(error) and len(calls) == TRIES
+
+
+def test_a_document_that_is_gone_is_brought_again(tiny_tokenizer):
+    """Only then does its content travel."""
+    placed = [[missing()], [(9, True), modules()[1].About("one", {"compressed": 1}, {})]]
+    reply, _, calls = settled(tiny_tokenizer, ask=[[missing()], [REPLY]], document=placed)
+    assert reply == REPLY and [name for name, *_ in calls] == ["ask", "document", "document", "ask"]
+    assert [given[1] for name, _, given in calls if name == "document"] == [None, "the text"]
+    assert len({key for _, key, _ in calls}) == 1
+
+
+def test_documents_are_brought_to_where_the_question_is(tiny_tokenizer):
+    """Also the second of two, which would have a replica of its own; and not for ever."""
+    placed = [[(9, True)], [(9, True)]]
+    reply, _, calls = settled(tiny_tokenizer, count=2, ask=[[missing()], [REPLY]], document=placed)
+    assert reply == REPLY and len(calls) == 4 and len({key for _, key, _ in calls}) == 1
+    assert [given[0][0][:2] for name, _, given in calls if name == "document"] == ["ab", "cd"]
+    again = {"ask": [[missing()]] * TRIES, "document": [[(9, False)]] * TRIES}
+    assert isinstance(settled(tiny_tokenizer, **again)[0], AwayError)
+
+
+def test_an_error_of_a_replica_is_its_own_kind(tiny_tokenizer):
+    from ray.exceptions import RayTaskError
+
+    error, _, calls = settled(tiny_tokenizer, ask=[[RayTaskError("ask", "a traceback", RestoreKVError("too long"))]])
+    assert type(error) is RestoreKVError and str(error) == "too long" and len(calls) == 1
+
+
+def test_who_has_gone_and_who_is_too_many(tiny_tokenizer):
+    start = time.monotonic()
+    error, _, _ = settled(tiny_tokenizer, leaves=True, ask=[[[(0, 5)], None]])
+    assert isinstance(error, asyncio.CancelledError) and time.monotonic() - start < 10
+    assert isinstance(settled(tiny_tokenizer, waiting=0, ask=[])[0], BusyError)
+
+
+def test_the_order_of_replicas_is_the_documents():
+    """It is the same everywhere, spreads documents evenly, and changes little when one goes."""
+    router = modules()[1].ByDocument
+    replicas = [types.SimpleNamespace(replica_id=types.SimpleNamespace(unique_id=name)) for name in "abcd"]
+
+    def order(key, among):
+        routing = types.SimpleNamespace(should_backoff=False)
+        metadata = types.SimpleNamespace(multiplexed_model_id=key)
+        request = types.SimpleNamespace(metadata=metadata, routing_context=routing)
+        ranks = asyncio.run(router.choose_replicas(None, among, request))
+        assert routing.should_backoff and all(len(rank) == 1 for rank in ranks)
+        return [rank[0] for rank in ranks]
+
+    keys = [str(number) for number in range(400)]
+    orders = {key: order(key, replicas) for key in keys}
+    assert all(order(key, replicas[::-1]) == orders[key] for key in keys)
+    assert all(order(key, replicas[1:]) == [each for each in orders[key] if each is not replicas[0]] for key in keys)
+    firsts = [orders[key][0].replica_id.unique_id for key in keys]
+    assert min(firsts.count(name) for name in "abcd") > 70
+
+
+def test_what_is_deployed():
+    _, replica = modules()
+    fixed = replica.deployment(2, 2, {"CPU": 1, "GPU": 0.5})
+    assert fixed.num_replicas == 2 and fixed.ray_actor_options["num_gpus"] == 0.5
+    growing = replica.deployment(1, 3, Spread("auto", 1, 3).needed("cuda"))._deployment_config.autoscaling_config
+    assert (growing.min_replicas, growing.max_replicas) == (1, 3)
+    assert Spread("auto").needed("cuda") == {"CPU": 1, "GPU": 1} and Spread("auto").needed("cpu")["GPU"] == 0
+
+
+@pytest.mark.parametrize("given", [{"replicas": 0}, {"replicas": 3, "max_replicas": 2}, {"replica_cpus": 0}])
+def test_numbers_that_make_no_sense(given):
+    with pytest.raises(RestoreKVError, match="at least 1 replica"):
+        Spread("local", **given)
+
+
+def test_replicas_have_folders_of_their_own(tmp_path):
+    own_folder = modules()[1].own_folder
+    first, second = ExitStack(), ExitStack()
+    assert [own_folder(tmp_path, each).name for each in (first, second)] == ["0", "1"]
+    first.close()
+    assert own_folder(tmp_path, first).name == "0"
+    first.close(), second.close()
+
+
+def test_a_payload_is_a_text_or_the_bytes_of_a_cache(tmp_path):
+    (tmp_path / "a.rkv").write_bytes(b"cache")
+    assert payload(lambda: "text") == "text" and payload(lambda: tmp_path / "a.rkv") == b"cache"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build_model("qwen3")
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_tokenizer, tmp_path_factory):
+    """Two replicas in a cluster of their own."""
+    root = tmp_path_factory.mktemp("ray")
+    save_world(root, tiny_tokenizer)
+    settings = Settings(root / "store", "tiny", VARIANT, shared=f"file://{root}/shared", limits=Limits(tokens=700))
+    with deployed(settings, Spread("local", 2), str(root / "model"), "auto", "cpu") as made:
+        made.settings = settings
+        yield made
+
+
+@pytest.fixture(scope="module")
+def client(engine):
+    with listening(application_of(engine, store_of(engine.settings), engine.settings)) as url:
+        yield client_of(url)
+
+
+@pytest.fixture(scope="module")
+def file(client):
+    return uploaded(client, TEXT)
+
+
+def uploaded(client, text):
+    made = client.files.create(file=("doc.txt", text.encode()), purpose="user_data")
+    return client.files.wait_for_processing(made.id, poll_interval=0.1, max_wait_seconds=PATIENCE)
+
+
+def replicas():
+    """The actors of the replicas, by name."""
+    import ray
+
+    names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)]
+    return {name.rpartition("#")[2]: ray.get_actor(name, namespace="serve") for name in names if "#documents#" in name}
+
+
+def kill(name):
+    import ray
+
+    ray.kill(replicas()[name], no_restart=True)
+
+
+def counted(engine):
+    return {name: dict(report.counted) for name, report in engine.reports.items()}
+
+
+def holder(engine, client, file):
+    """The replica that answers questions about a file."""
+    before = counted(engine)
+    ask(client, about(file))
+    after = counted(engine)
+    (name,) = [name for name in after if after[name]["questions"] > before.get(name, {"questions": 0})["questions"]]
+    return name
+
+
+def both_up(without=None):
+    until(lambda: len(cluster.REPLICAS - {without}) == 2, PATIENCE)
+
+
+@pytest.mark.slow
+def test_answers_are_the_librarys(client, file, model, tiny_tokenizer):
+    assert file.status == "processed"
+    small = expected(model, tiny_tokenizer)
+    assert ask(client, about(file)).choices[0].message.content == small.ask(QUESTION, 12)
+    whole = expected(model, tiny_tokenizer, ratio=1)
+    assert ask(client, about(file), "tiny").choices[0].message.content == whole.ask(QUESTION, 12)
+    hot = ask(client, about(file), temperature=1.2, seed=5, n=2, logprobs=True, top_logprobs=3)
+    drawn = small.ask(QUESTION, 12, temperature=1.2, seed=5, samples=2, details=True, logprobs=3)
+    assert [choice.message.content for choice in hot.choices] == [each.text for each in drawn]
+    assert [each.logprob for each in hot.choices[0].logprobs.content] == pytest.approx(drawn[0].logprobs, abs=1e-4)
+    chunks = list(ask(client, about(file), stream=True, stream_options={"include_usage": True}))
+    assert "".join(each.choices[0].delta.content or "" for each in chunks if each.choices) == small.ask(QUESTION, 12)
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens == small.context.positions
+
+
+@pytest.mark.slow
+def test_questions_go_where_the_document_is(client, engine, file):
+    """One replica compresses it and answers; nothing is loaded a second time."""
+    names = {holder(engine, client, file) for _ in range(4)}
+    assert len(names) == 1
+    files, owners = [file], [*names]
+    while len(files) < 4 or len(set(owners)) == 1:
+        files.append(uploaded(client, f"{TEXT} Number {len(files)}."))
+        owners.append(holder(engine, client, files[-1]))
+        assert len(files) < 40
+    assert [holder(engine, client, each) for each in files] == owners
+    total, now = engine.figures()
+    assert total["loaded"] == 0 and total["compressed"] == sum(each["compressed"] for each in counted(engine).values())
+    assert now["replicas"] == 2 and now["documents_held"] >= 4
+    figures = urlopen(f"{str(client.base_url).removesuffix('v1/')}metrics").read().decode()
+    assert "restorekv_replicas 2.0" in figures and f"restorekv_compressed_total {total['compressed']}" in figures
+
+
+@pytest.mark.slow
+def test_many_at_once_about_several_documents(client, file, model, tiny_tokenizer):
+    other = uploaded(client, OTHER)
+    small = [expected(model, tiny_tokenizer, text) for text in (TEXT, OTHER)]
+    questions = [f"Which code is {number}?" for number in range(40)]
+
+    async def all_of_them():
+        asking = client_of(str(client.base_url), kind=openai.AsyncOpenAI)
+        files = [(file, other)[number % 2] for number in range(len(questions))]
+        pairs = zip(files, questions, strict=True)
+        return await asyncio.gather(*(ask(asking, about(each, question=question)) for each, question in pairs))
+
+    answers = [each.choices[0].message.content for each in asyncio.run(all_of_them())]
+    assert answers == [small[number % 2].ask(question, 12) for number, question in enumerate(questions)]
+    both = ask(client, about(file, other))
+    assert both.usage.prompt_tokens > max(each.context.positions for each in small)
+
+
+@pytest.mark.slow
+def test_a_killed_replicas_documents_are_served_by_the_others(client, engine, file):
+    """From the shared caches: nothing is compressed again. An upload while it is down is processed."""
+    both_up()
+    name, before = holder(engine, client, file), engine.figures()[0]["compressed"]
+    said = ask(client, about(file)).choices[0].message.content
+    kill(name)
+    assert ask(client, about(file), timeout=PATIENCE).choices[0].message.content == said
+    assert engine.figures()[0]["compressed"] == before and holder(engine, client, file) != name
+    new = uploaded(client, f"{OTHER} While it was down.")
+    assert new.status == "processed" and ask(client, about(new)).choices[0].message.content
+    both_up(without=name)
+    assert ask(client, about(file), timeout=PATIENCE).choices[0].message.content == said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_survives_the_replica_that_writes_it(client, engine, file, stream):
+    """It is repeated elsewhere; who listens gets every token once."""
+    both_up()
+    name = holder(engine, client, file)
+    whole = [choice.message.content for choice in ask(client, about(file), **LONG).choices]
+    questions = counted(engine)[name]["questions"]
+    if stream:
+        texts = [""] * LONG["n"]
+        pieces = iter(ask(client, about(file), stream=True, timeout=PATIENCE, **LONG))
+        for number, chunk in enumerate(pieces):
+            if number == LONG["n"] + 4:
+                kill(name)
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+    else:
+        killing = threading.Timer(0.3, kill, (name,))
+        killing.start()
+        texts = [each.message.content for each in ask(client, about(file), timeout=PATIENCE, **LONG).choices]
+        killing.join()
+    assert texts == whole
+    assert counted(engine)[name]["questions"] == questions, "it was too quick to be killed"
+
+
+@pytest.mark.slow
+def test_who_leaves_ends_the_writing(client, engine, file):
+    """The replica stops, too: it is free for others long before the answer would have ended."""
+    name = holder(engine, client, file)
+    tokens = counted(engine)[name]["tokens"]
+    stream = ask(client, about(file), stream=True, **{**LONG, "n": 16})
+    next(iter(stream))
+    stream.close()
+    until(lambda: not engine.asking, PATIENCE)
+    holder(engine, client, file)
+    until(lambda: holder(engine, client, file) == name, PATIENCE)
+    assert counted(engine)[name]["tokens"] - tokens < 16 * LONG["max_tokens"] // 2
+
+
+@pytest.mark.slow
+def test_too_many_and_wrong_requests_are_refused(client, engine, file, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "waiting", 0)
+        with pytest.raises(openai.RateLimitError, match="Too many questions"):
+            ask(client, about(file))
+    with pytest.raises(openai.BadRequestError, match=r"regex|schema|JSON"):
+        schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
+        ask(client, about(file), response_format=schema)
+    bad = client.files.create(file=("bad.rkv", b"not a cache"), purpose="user_data")
+    bad = client.files.wait_for_processing(bad.id, poll_interval=0.1)
+    assert bad.status == "error" and "Traceback" not in bad.status_details
+
+
+@pytest.mark.slow
+def test_caches_go_out_and_in(client, engine, file, model, tiny_tokenizer):
+    """The page's figures and cache files come from whichever replica has them."""
+    small, root = expected(model, tiny_tokenizer), str(client.base_url)
+    kept = urlopen(f"{root}files/{file.id}/kept?model={VARIANT}").read().decode()
+    assert f'"after":{small.manifest.pairs_held}' in kept
+    assert "ready" in urlopen(f"{root}files/{file.id}/progress?model={VARIANT}").read().decode()
+    cache = urlopen(f"{root}files/{file.id}/cache").read()
+    made = client.files.create(file=("doc.rkv", cache), purpose="user_data")
+    made = client.files.wait_for_processing(made.id, poll_interval=0.1, max_wait_seconds=PATIENCE)
+    assert ask(client, about(made)).choices[0].message.content == small.ask(QUESTION, 12)
+    assert client.files.delete(made.id).deleted
+
+
+@pytest.mark.slow
+def test_the_command_drains_and_leaves_no_process(tmp_path):
+    """SIGTERM while an answer is written: it is whole, and everything that was started ends."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "restorekv", "serve", "--model", "tiny", "--preset", "best", "--ratio", "0.2"]
+    command += ["--ray", "local", "--replicas", "1", "--max-replicas", "2", "--port", str(port)]
+    with subprocess.Popen([*command, "--store", str(tmp_path)], stderr=subprocess.PIPE) as process:
+        address = f"http://127.0.0.1:{port}"
+        until(lambda: process.poll() is not None or is_up(port), PATIENCE)
+        assert process.poll() is None, process.stderr.read()
+        client = client_of(f"{address}/v1")
+        made = uploaded(client, TEXT)
+        started = children(process.pid)
+        facts = [Path(f"/proc/{child}/environ").read_bytes().split(b"\0") for child in filter(running, started)]
+        assert all(b"RAY_AUTH_MODE=token" in each and b"RAY_USAGE_STATS_ENABLED=0" in each for each in facts if each[0])
+        stream = ask(client, about(made), "tiny:best-0.2", stream=True, max_tokens=300, temperature=2, seed=1)
+        pieces = [next(iter(stream))]
+        process.send_signal(signal.SIGTERM)
+        pieces += list(stream)
+        error = process.communicate(timeout=PATIENCE)[1].decode()
+    assert pieces[-1].choices[0].finish_reason in ("stop", "length")
+    assert started and "Traceback" not in error
+    until(lambda: not [child for child in started if running(child)], PATIENCE)
+
+
+def is_up(port):
+    with socket.socket() as trial:
+        return trial.connect_ex(("127.0.0.1", port)) == 0

@@ -1,0 +1,182 @@
+"""Two stores over one shared folder: what one writes the other finds, deletes and mends."""
+
+import io
+import logging
+import os
+import secrets
+import time
+
+import pytest
+
+from restorekv import compress
+from restorekv.cli import execute
+from restorekv.errors import RestoreKVError
+from restorekv.serve import shared as shared_module
+from restorekv.serve.caches import Caches
+from restorekv.serve.shared import Shared
+from restorekv.serve.store import Store
+from restorekv.serve.variants import Variant
+from tests.helpers.models import build_model
+
+TEXT = "The code of the red house is seven. The blue house has a green door, and nobody lives there. " * 3
+SHA, KEY, MUCH = "ab" * 32, "cd" * 16, 1 << 30
+
+
+@pytest.fixture(params=["file", "memory"])
+def url(request, tmp_path):
+    return f"file://{tmp_path}/shared" if request.param == "file" else f"memory://{secrets.token_hex(8)}"
+
+
+@pytest.fixture
+def two(url, tmp_path):
+    stores = [Store(tmp_path / name, MUCH, Shared(url)) for name in ("one", "two")]
+    yield stores
+    for store in stores:
+        store.close()
+
+
+def write(store, content=b"cache", key=KEY, sha256=SHA):
+    with store.writing(key, sha256) as path:
+        path.write_bytes(content)
+
+
+def names(store):
+    files = store.shared.files
+    return sorted(path.removeprefix(store.shared.root) for path in files.find(store.shared.root))
+
+
+def test_what_one_writes_the_other_finds(two):
+    one, other = two
+    assert other.find(KEY, SHA) is None
+    write(one)
+    found = other.find(KEY, SHA)
+    assert found.read_bytes() == b"cache" and found.is_relative_to(other.folder) and other.has(KEY)
+    assert names(one) == [f"/{SHA}/{KEY}.rkv"]
+    assert not one.rows.execute("select * from pending").fetchall()
+
+
+def test_the_quota_is_the_local_folders(url, tmp_path):
+    """What had to go here is fetched again; what does not fit is never fetched."""
+    store = Store(tmp_path / "small", 12, Shared(url))
+    for number in range(3):
+        write(store, b"12345", f"{number}" * 32)
+    assert len(list((tmp_path / "small" / "caches").iterdir())) == 2 and not store.has("0" * 32)
+    assert store.find("0" * 32, SHA).read_bytes() == b"12345"
+    assert len(list((tmp_path / "small" / "caches").iterdir())) == 2
+    write(store, b"1" * 20, "9" * 32)
+    store.drop("9" * 32)
+    assert store.find("9" * 32, SHA) is None
+    store.close()
+
+
+def test_a_deleted_document_goes_everywhere(two):
+    """Also from a server that fetched it, unless that one's own upload needs it."""
+    one, other = two
+    made = one.add("a.txt", "user_data", io.BytesIO(b"text"))
+    write(one, sha256=made.sha256)
+    assert other.find(KEY, made.sha256)
+    os.utime(other.cache(KEY), (time.time() - 60,) * 2)
+    own = other.add("b.txt", "user_data", io.BytesIO(b"text"))
+    assert one.delete(made.id)
+    one.catch_up()
+    other.catch_up()
+    assert names(one)[0].startswith("/deleted/") and len(names(one)) == 1 and other.has(KEY)
+    other.delete(own.id)
+    other.catch_up()
+    assert not other.has(KEY) and not other.cache(KEY).exists() and other.find(KEY, made.sha256) is None
+    write(one, b"again", sha256=made.sha256)
+    assert other.find(KEY, made.sha256).read_bytes() == b"again"
+    other.catch_up()
+    assert other.has(KEY)
+
+
+def test_an_unreachable_folder_is_refused_at_the_start(tmp_path):
+    (tmp_path / "file").write_text("x")
+    for url in (f"file://{tmp_path}/file/below", "nothing://x"):
+        with pytest.raises(RestoreKVError, match=r"Cannot use the shared folder .*; check its address"):
+            Shared(url)
+    with pytest.raises(RestoreKVError, match="ftp://host/x ") as caught:
+        Shared("ftp://me:secret@host/x")
+    assert "secret" not in str(caught.value)
+
+
+def test_the_command_refuses_it_before_a_model_is_loaded(tmp_path, capsys):
+    given = ["--store", str(tmp_path / "store"), "--shared", "nothing://x", "--model", "no/such/model", "--port", "0"]
+    assert execute(["serve", *given]) == 1
+    assert "Cannot use the shared folder nothing://x" in capsys.readouterr().err
+
+
+def test_a_folder_that_fails_later_is_told_later(two, monkeypatch, caplog):
+    """Meanwhile the local folder does; the log says why, once in a while."""
+    one, other = two
+    files = type(one.shared.files)
+    with monkeypatch.context() as broken, caplog.at_level(logging.WARNING, "restorekv.serve"):
+        for name in ("put_file", "info", "ls"):
+            broken.setattr(files, name, lambda *_, **__: (_ for _ in ()).throw(TimeoutError("no route to host")))
+        write(one)
+        assert one.find(KEY, SHA).read_bytes() == b"cache" and other.find(KEY, SHA) is None
+        write(one, key="ee" * 16)
+        assert [json.count("no route to host") for json in caplog.messages] == [1, 1]
+    one.shared.resumes = other.shared.resumes = 0
+    one.catch_up()
+    assert other.find(KEY, SHA).read_bytes() == b"cache" and len(names(one)) == 2
+
+
+def test_nothing_half_is_seen(tmp_path, monkeypatch):
+    """A write that breaks off leaves no cache; what a dead server left goes a day later."""
+    shared = Shared(f"file://{tmp_path}/shared")
+    (tmp_path / "cache").write_bytes(b"whole")
+
+    def half(self, source, target):
+        with open(target, "wb") as file:
+            file.write(b"wh")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(type(shared.files), "put_file", half)
+    assert shared.put(tmp_path / "cache", SHA, KEY) is None
+    assert not shared.files.find(shared.root)
+    monkeypatch.undo()
+    for age in (10, 2 * shared_module.HALF):
+        (tmp_path / "shared" / "tmp" / f"{time.time_ns() - age * 10**9}-dead-1-2-{KEY}").write_bytes(b"wh")
+    Shared(f"file://{tmp_path}/shared")
+    assert len(list((tmp_path / "shared" / "tmp").iterdir())) == 1
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build_model("qwen3")
+
+
+@pytest.mark.parametrize("where", ["shared", "local", "both"])
+def test_damage_is_set_aside_where_it_is(where, two, model, tiny_tokenizer):
+    """A damaged local copy is fetched again; a damaged shared one is made again, for both."""
+    one, other = (Caches(model, tiny_tokenizer, store, MUCH) for store in two)
+    variant = Variant.parse("tiny:snapkv-0.4", "tiny")
+    made = one.fetch(SHA, variant, lambda: TEXT)
+    key, shared = one.key(SHA, variant), other.store.shared
+    assert not other.fetch(SHA, variant, lambda: TEXT).fresh and other.counts["loaded"] == 1
+    other.held.clear()
+    place = shared.place(SHA, key)
+    if where != "local":
+        shared.files.pipe_file(place, shared.files.cat_file(place)[:-40])
+    if where != "shared":
+        other.store.cache(key).write_bytes(b"not a cache")
+    else:
+        other.store.drop(key)
+    again = other.fetch(SHA, variant, lambda: TEXT)
+    assert again.fresh == (where != "local") == other.counts["compressed"]
+    assert again.context.ask("Which code?", 8) == made.context.ask("Which code?", 8)
+    assert (f"/damaged/{key}.rkv" in names(other.store)) == (where != "local")
+    assert shared.files.cat_file(place) == other.store.cache(key).read_bytes()
+    assert len(list((other.store.folder / "damaged").iterdir())) == 1
+
+
+def test_a_strangers_cache_is_checked(two, model, tiny_tokenizer):
+    """A sound file of another model in the shared folder is not used."""
+    caches = Caches(model, tiny_tokenizer, two[0], MUCH)
+    stranger = compress(build_model("llama"), tiny_tokenizer, TEXT, ratio=0.4, evictor="snapkv", adapter=None)
+    variant = Variant.parse("tiny:snapkv-0.4", "tiny")
+    stranger.save(path := two[0].folder / "stranger.rkv")
+    assert two[0].shared.put(path, SHA, caches.key(SHA, variant))
+    assert caches.loaded(caches.key(SHA, variant), SHA) is None
+    assert caches.fetch(SHA, variant, lambda: TEXT).fresh
