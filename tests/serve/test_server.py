@@ -13,6 +13,7 @@ from urllib.request import urlopen
 import pytest
 import torch
 import uvicorn
+from fastapi import FastAPI
 
 openai = pytest.importorskip("openai")
 
@@ -37,8 +38,14 @@ def model():
 
 @contextlib.contextmanager
 def serving(model, tokenizer, folder: Path, **settings: object) -> Iterator[str]:
+    """The address of our server."""
+    with running(application(model, tokenizer, Settings(folder, "tiny", VARIANT, **settings))) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def running(app: FastAPI) -> Iterator[str]:
     """The address of a server in a thread of this process."""
-    app = application(model, tokenizer, Settings(folder, "tiny", VARIANT, **settings))
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
     thread = threading.Thread(target=server.run)
     thread.start()

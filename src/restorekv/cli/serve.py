@@ -1,5 +1,6 @@
 """`restorekv serve`: OpenAI's API over documents that stay compressed."""
 
+import json
 import re
 import socket
 from importlib import import_module
@@ -27,6 +28,10 @@ def run(
     memory: Annotated[str, typer.Option(help="How much of the documents is held in memory.")] = "4G",
     disk: Annotated[str, typer.Option(help="How much of them is held on disk.")] = "100G",
     waiting: Annotated[int, typer.Option(min=1, help="Questions that may wait; more are refused with 429.")] = 256,
+    engine: Annotated[str, typer.Option(help="Who answers: embedded (this library) or vllm.")] = "embedded",
+    vllm_url: Annotated[str | None, typer.Option(help="A vLLM server that runs: http://HOST:8000/v1.")] = None,
+    vllm_store: Annotated[Path | None, typer.Option(help="The folder from which that server reads documents.")] = None,
+    vllm_options: Annotated[str | None, typer.Option(help="Arguments of vLLM's engine, as JSON.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 1024,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
@@ -39,10 +44,12 @@ def run(
         raise RestoreKVError(f"Serving needs {error.name}; pip install 'restorekv[serve]'.") from None
     if host not in ("127.0.0.1", "localhost", "::1") and not keys:
         notes.print("warning: whoever reaches this machine can ask; --api-key-file asks for a key.", highlight=False)
+    own = {"url": vllm_url, "folder": vllm_store, "options": vllm_options and object_of("--vllm-options", vllm_options)}
     settings = server.Settings(
         store or Path("restorekv-store"), model, f"{model}:{preset}-{ratio}", host, port, waiting=waiting, keys=keys,
-        limits=server.Limits(tokens=max_tokens), **sizes,
+        limits=server.Limits(tokens=max_tokens), engine=engine, options={k: v for k, v in own.items() if v}, **sizes,
     )  # fmt: skip
+    server.engine_class(engine).check(**settings.options)
     server.Variant.parse(settings.default, model)
     check_free(host, port)
     address = f"http://{host}:{port}"
@@ -69,6 +76,17 @@ def size_of(name: str, text: str) -> int:
     if not parts:
         raise RestoreKVError(f"{name} is a size such as 512M or 4G, not {text!r}.")
     return int(float(parts[1]) * UNITS[parts[2].upper()])
+
+
+def object_of(name: str, text: str) -> dict:
+    """Reads a JSON object."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise RestoreKVError(f"{name} is a JSON object such as '{{\"max_model_len\": 8192}}', not {text[:60]!r}.")
+    return found
 
 
 def read_keys(path: Path) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 
 from restorekv.errors import RestoreKVError
 from restorekv.serve import replies
-from restorekv.serve.engine import BusyError
+from restorekv.serve.engine import AwayError, BusyError
 from restorekv.serve.page import PATHS, add_page
 from restorekv.serve.requests import ChatRequest
 from restorekv.serve.responses import add_responses
@@ -69,6 +69,10 @@ def add_errors(app: FastAPI, service: Service) -> None:
     @app.exception_handler(BusyError)
     async def busy(_: Request, error: BusyError) -> Response:
         return problem(429, str(error), "rate_limit_exceeded", {"retry-after": "1"})
+
+    @app.exception_handler(AwayError)
+    async def away(_: Request, error: AwayError) -> Response:
+        return problem(503, str(error), None, {"retry-after": "5"})
 
     @app.exception_handler(RestoreKVError)
     async def wrong(_: Request, error: RestoreKVError) -> Response:

@@ -11,9 +11,11 @@ import hashlib
 import queue
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -21,7 +23,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.compression import generate
 from restorekv.compression.compressor import compress
 from restorekv.compression.context import CompressedContext
-from restorekv.errors import CacheFileError
+from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.model.load import model_fingerprint
 from restorekv.model.prompt import template_hash
 from restorekv.serve import kept
@@ -38,7 +40,12 @@ class Held(Document):
 
 
 class Caches:
-    """Holds documents in memory up to `memory` bytes, and on disk in a store."""
+    """Holds documents in memory up to `memory` bytes, and on disk in a store.
+
+    `more` are options of `compress` beyond a variant's own; caches that differ in them have other keys.
+    """
+
+    more: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, store: Store, memory: int) -> None:
         self.model, self.tokenizer, self.store, self.memory = model, tokenizer, store, memory
@@ -50,6 +57,12 @@ class Caches:
         self.orders: queue.Queue[tuple[str, Variant, Content, Future] | None] = queue.Queue()
         self.compressing = threading.Thread(target=self.work, name="restorekv-compress", daemon=True)
 
+    @staticmethod
+    def check(**options: object) -> None:
+        """Refuses options of the engine that cannot work, before a model is loaded."""
+        if options:
+            raise RestoreKVError("The options that begin with --vllm are for --engine vllm; add it or leave them out.")
+
     def start(self) -> None:
         self.compressing.start()
 
@@ -60,7 +73,8 @@ class Caches:
 
     def key(self, sha256: str, variant: Variant) -> str:
         """See `Engine`."""
-        made_of = sha256, variant.name, self.fingerprint, str(self.model.dtype), template_hash(self.tokenizer)
+        model = self.fingerprint, str(self.model.dtype), template_hash(self.tokenizer)
+        made_of = sha256, variant.name, *model, *(f"{name}={value}" for name, value in self.more.items())
         return hashlib.sha256(" ".join(made_of).encode()).hexdigest()[:32]
 
     async def document(self, sha256: str, variant: Variant, content: Content) -> Held:
@@ -124,7 +138,7 @@ class Caches:
             return CompressedContext.load(content, self.model, self.tokenizer)
         try:
             made = compress(self.model, self.tokenizer, content, progress=lambda name: self.on_phase(key, name),
-                            **variant.options)  # fmt: skip
+                            **variant.options, **self.more)  # fmt: skip
         finally:
             self.on_phase("", "")
         self.counts["compressed"] += 1

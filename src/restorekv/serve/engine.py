@@ -25,6 +25,10 @@ class BusyError(RestoreKVError):
     """Too many requests wait."""
 
 
+class AwayError(RestoreKVError):
+    """What the engine needs does not answer; the request was right."""
+
+
 @dataclass(frozen=True)
 class Document:
     """A document that can be asked, of so many tokens; `fresh` says that it was compressed for this request."""
@@ -52,7 +56,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Reply:
-    """The answers and what they cost: tokens of the question and of the documents, pairs, bytes and seconds."""
+    """The answers and what they cost: tokens of the question and of the documents, pairs, bytes and seconds.
+
+    `computed` tokens of the documents came from no cache.
+    """
 
     answers: list[Answer]
     read: int
@@ -60,6 +67,7 @@ class Reply:
     pairs: int
     bytes: int
     seconds: dict[str, float]
+    computed: int = 0
 
 
 class Engine(Protocol):

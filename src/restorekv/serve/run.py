@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -19,11 +21,12 @@ from restorekv.compression.compressor import compress
 from restorekv.compression.context import CompressedContext
 from restorekv.errors import RestoreKVError
 from restorekv.serve.app import make_app
-from restorekv.serve.embedded import Embedded
+from restorekv.serve.engine import Engine
 from restorekv.serve.service import Limits, Service
 from restorekv.serve.store import UPLOADED, Store
 from restorekv.serve.variants import Variant
 
+ENGINES = {"embedded": "restorekv.serve.embedded:Embedded", "vllm": "restorekv.serve.with_vllm:Vllm"}
 PROBE = "The code of the red house is seven, and the code of the blue house is nine. " * 8
 
 
@@ -41,13 +44,25 @@ class Settings:
     waiting: int = 256
     keys: tuple[str, ...] = ()
     limits: Limits = field(default_factory=Limits)
+    engine: str = "embedded"
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the engine
+
+
+def engine_class(name: str) -> type[Engine]:
+    """Returns the class of an engine; refuses unknown names."""
+    if name not in ENGINES:
+        raise RestoreKVError(f"An engine is one of {', '.join(ENGINES)}, not {name!r}.")
+    module, _, kind = ENGINES[name].partition(":")
+    return getattr(import_module(module), kind)
 
 
 def application(model: PreTrainedModel, tokenizer: Tokenizer, settings: Settings) -> FastAPI:
     """Returns the application, whose start-up checks itself and goes on with what was not processed."""
     default = Variant.parse(settings.default, settings.base)
     store = Store(settings.store, settings.disk)
-    engine = Embedded(model, tokenizer, store, settings.memory, settings.waiting)
+    engine = engine_class(settings.engine)(
+        model, tokenizer, store, settings.memory, settings.waiting, **settings.options
+    )
     service = Service(engine, store, settings.base, default, settings.limits)
     state = {"ready": False}
 

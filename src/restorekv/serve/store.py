@@ -11,7 +11,7 @@ import secrets
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +49,7 @@ class Store:
 
     def __init__(self, folder: Path, disk: int) -> None:
         self.folder, self.disk, self.lock = folder, disk, threading.RLock()
+        self.on_drop: Callable[[str], object] = bool  # takes the key of every cache that goes
         for name in ("files", "caches", "damaged"):
             (folder / name).mkdir(parents=True, exist_ok=True)
         try:
@@ -167,6 +168,7 @@ class Store:
     def drop(self, key: str) -> None:
         self.rows.execute("delete from caches where key = ?", (key,))
         self.cache(key).unlink(missing_ok=True)
+        self.on_drop(key)
 
     def close(self) -> None:
         with self.lock:
