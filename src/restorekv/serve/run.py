@@ -68,8 +68,12 @@ def application(model: PreTrainedModel, tokenizer: Tokenizer, settings: Settings
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await asyncio.to_thread(check_loading, model, tokenizer)
-        engine.start()
+        try:
+            await asyncio.to_thread(check_loading, model, tokenizer)
+            engine.start()
+        except RestoreKVError as error:
+            app.state.problem = error
+            raise
         for upload in store.list():
             if upload.status == UPLOADED:
                 service.begin(upload)
@@ -79,7 +83,9 @@ def application(model: PreTrainedModel, tokenizer: Tokenizer, settings: Settings
         await asyncio.to_thread(engine.close)
         store.close()
 
-    return make_app(service, list(settings.keys), lambda: state["ready"], lifespan)
+    app = make_app(service, list(settings.keys), lambda: state["ready"], lifespan)
+    app.state.problem = None  # why it could not start
+    return app
 
 
 def check_loading(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
@@ -103,5 +109,11 @@ def serve(model: PreTrainedModel, tokenizer: Tokenizer, settings: Settings) -> N
     """Serves until a signal ends it; requests that have begun are answered first."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     app = application(model, tokenizer, settings)
-    uvicorn.run(app, host=settings.host, port=settings.port, log_level="warning", access_log=False,
-                timeout_graceful_shutdown=30)  # fmt: skip
+    logging.getLogger("uvicorn.error").addFilter(lambda _: app.state.problem is None)  # it would print a stack trace
+    try:
+        uvicorn.run(app, host=settings.host, port=settings.port, log_level="warning", access_log=False,
+                    timeout_graceful_shutdown=30)  # fmt: skip
+    except SystemExit:
+        if app.state.problem:
+            raise app.state.problem from None
+        raise

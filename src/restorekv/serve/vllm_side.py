@@ -73,9 +73,11 @@ class Inside:
         given["structured_outputs_config"] = config.StructuredOutputsConfig(**given["structured_outputs_config"])
         try:
             made = arguments.AsyncEngineArgs(**given)
-        except TypeError as error:
-            raise RestoreKVError(f"--vllm-options has what vLLM does not take: {first_sentence(error)}.") from None
-        self.llm = import_module("vllm.v1.engine.async_llm").AsyncLLM.from_engine_args(made)
+            self.llm = import_module("vllm.v1.engine.async_llm").AsyncLLM.from_engine_args(made)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise RestoreKVError(
+                f"vLLM did not start ({first_sentence(error)}); its log says why; --vllm-options has its arguments."
+            ) from error
         self.longest = self.llm.vllm_config.model_config.max_model_len
 
     def close(self) -> None:
