@@ -1,6 +1,7 @@
 """The engine that asks vLLM, against a small server that answers as vLLM's does; tests/vllm asks the real one."""
 
 import asyncio
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -212,6 +213,19 @@ def test_a_restart_loads_and_each_engine_has_its_own_caches(model, tiny_tokenize
         again = ask(client_of(url), about(made))
     assert again.choices[0].message.content == ours
     assert again.usage.prompt_tokens_details.cache_write_tokens == 0
+
+
+def test_a_server_that_ends_is_no_fault_of_the_request(model, tiny_tokenizer, tmp_path):
+    fake = FakeVllm(model, tiny_tokenizer, tmp_path / "portable")
+    with contextlib.ExitStack() as ours:
+        with running(fake.app) as url:
+            options = engine(url, fake.store.folder)
+            client = client_of(ours.enter_context(serving(model, tiny_tokenizer, tmp_path / "store", **options)))
+            made = upload(client)
+            assert ask(client, about(made)).choices[0].message.content
+        with pytest.raises(openai.InternalServerError, match="does not answer") as caught:
+            ask(client, about(made))
+        assert caught.value.status_code == 503
 
 
 def test_servers_that_cannot_serve_documents(model, tiny_tokenizer, tmp_path):
