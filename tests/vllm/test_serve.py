@@ -64,6 +64,9 @@ def assert_answers(client, files, world, small) -> None:
     assert told(ask(client, about(files[0], question=QUESTIONS[0]), "tiny", **greedy)) == without_halves([full])
     pieces = ask(client, about(files[0], question=QUESTIONS[1]), stream=True, **greedy)
     assert without_halves(["".join(each.choices[0].delta.content or "" for each in pieces)]) == [wanted[0][1]]
+    schema = {"name": "x", "schema": {"type": "nonsense"}}
+    with pytest.raises(openai.BadRequestError, match="vLLM refuses"):
+        ask(client, about(files[0]), response_format={"type": "json_schema", "json_schema": schema})
 
 
 def foreign(ids: list[int], folder: Path) -> list[int]:
@@ -123,6 +126,3 @@ def test_a_vllm_server_by_its_url(world, tmp_path):
         client = client_of(url)
         files = [upload(client, text) for text in TEXTS]
         assert_answers(client, files, world, small)
-        with pytest.raises(openai.BadRequestError, match="vLLM"):
-            ask(client, about(files[0]), response_format={"type": "json_schema", "json_schema": {
-                "name": "x", "schema": {"type": "nonsense"}}})  # fmt: skip

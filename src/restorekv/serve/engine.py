@@ -1,4 +1,4 @@
-"""What the server asks of an engine; embedded.py is the library in this process.
+"""What the server asks of an engine: embedded.py is the library in this process, with_vllm.py has vLLM answer.
 
 An engine compresses documents and answers questions about them. A new one is one file, and one line in run.py.
 """

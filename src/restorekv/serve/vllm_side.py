@@ -85,7 +85,7 @@ class Inside:
 
     async def written(self, ids: list[int], how: Mapping[str, Any], schema: str | dict | None) -> AsyncIterator[Piece]:
         """See `Side`."""
-        sampling = import_module("vllm.sampling_params")
+        sampling, known = import_module("vllm.sampling_params"), import_module("vllm.v1.engine.exceptions")
         more = {"structured_outputs": sampling.StructuredOutputsParams(json=schema)} if schema is not None else {}
         try:
             params = sampling.SamplingParams(
@@ -100,10 +100,11 @@ class Inside:
                         likely = [likely_of(*pair) for pair in zip(each.token_ids, each.logprobs or (), strict=False)]
                         ended, cached = each.finish_reason, output.num_cached_tokens
                         yield Piece(each.index, each.token_ids, likely, ended, cached)
-        except import_module("vllm.exceptions").VLLMClientError as error:
-            raise RestoreKVError(f"vLLM refuses the request: {first_sentence(error)}.") from None
-        except import_module("vllm.v1.engine.exceptions").EngineDeadError:
+        except known.EngineDeadError:
             raise AwayError("vLLM has ended; the server's log says why. Start the server again.") from None
+        except (import_module("vllm.exceptions").VLLMClientError, known.EngineGenerateError) as error:
+            why = first_sentence(error.__cause__ or error)
+            raise RestoreKVError(f"vLLM refuses the request: {why}.") from error
 
     def problem(self, ids: Sequence[int]) -> str:
         """Returns why a prompt's document cannot be had."""
