@@ -25,6 +25,7 @@ from restorekv.model.load import load_model
 from restorekv.model.prefill import prefill
 
 SLOWEST = 600  # seconds until a server answers
+ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -46,23 +47,24 @@ def run(options: Options, tell: Callable[[str], None]) -> dict:
     model, tokenizer = load_model(options.model)
     (text,) = texts(tokenizer, options.tokens)
     questions = [f"What happens in part {number} of the story?" for number in range(options.questions)]
-    tell("the library's own batches")
     start = time.perf_counter()
     small = compress(model, tokenizer, text, preset=options.preset, ratio=options.ratio)
     rows = {"compress": time.perf_counter() - start}
     start = time.perf_counter()
     prefill(model, small.context.ids)
     rows["prefill"] = time.perf_counter() - start
-    start = time.perf_counter()
-    for first in range(0, len(questions), options.clients):  # batches as large as the clients can make them
-        small.ask(questions[first : first + options.clients], options.answer)
-    rows["library"] = time.perf_counter() - start
+
+    def library() -> float:
+        start = time.perf_counter()
+        for first in range(0, len(questions), options.clients):  # batches as large as the clients can make them
+            small.ask(questions[first : first + options.clients], options.answer)
+        return time.perf_counter() - start
+
     with tempfile.TemporaryDirectory(prefix="restorekv-serving-") as name:
         folder = Path(name)
         model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
-        del model, small
-        rows |= ours(options, folder, text, questions, tell)
+        rows |= ours(options, folder, text, questions, library, tell)
         tell("transformers serve")
         with serving(["transformers.cli.transformers", "serve", str(folder / "model")]) as client:
             rows["transformers"] = together(options, questions, lambda each: whole(client, options, folder, text, each))
@@ -70,9 +72,14 @@ def run(options: Options, tell: Callable[[str], None]) -> dict:
 
 
 def ours(
-    options: Options, folder: Path, text: str, questions: list[str], tell: Callable[[str], None]
-) -> dict[str, float]:
-    """Returns seconds of uploading, of all answers, and of the first token after a restart."""
+    options: Options, folder: Path, text: str, questions: list[str], library: Callable[[], float],
+    tell: Callable[[str], None],
+) -> dict[str, float]:  # fmt: skip
+    """Returns seconds of uploading, of all answers, and of the first token after a restart.
+
+    The library's own batches and the server take turns, and the fastest of ROUNDS counts: other work on the machine
+    comes and goes.
+    """
     name = str(folder / "model")
     variant = f"{name}:{options.preset}-{options.ratio}"
     command = ["restorekv", "serve", "--model", name, "--preset", options.preset, "--ratio", options.ratio]
@@ -83,7 +90,12 @@ def ours(
         upload = client.files.create(file=("doc.txt", text.encode()), purpose="user_data")
         client.files.wait_for_processing(upload.id, poll_interval=0.1)
         rows = {"upload": time.perf_counter() - start}
-        rows["restorekv"] = together(options, questions, lambda each: asked(client, options, variant, upload.id, each))
+        turns = []
+        for number in range(ROUNDS):
+            tell(f"the library's own batches, and the server's, round {number + 1} of {ROUNDS}")
+            served = together(options, questions, lambda each: asked(client, options, variant, upload.id, each))
+            turns.append((library(), served))
+        rows |= {name: min(each) for name, each in zip(("library", "restorekv"), zip(*turns, strict=True), strict=True)}
     tell("restorekv serve, after a restart")
     with serving(command) as client:
         start = time.perf_counter()

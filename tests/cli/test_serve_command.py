@@ -14,7 +14,10 @@ pytest.importorskip("fastapi")
     "flags, message", [
         (("--memory", "lots"), "a size such as 512M or 4G"), (("--preset", "never"), "There is no model"),
         (("--ratio", 7), "The ratio is a number above 0"), (("--api-key-file", "none"), "none"),
-        (("--host", "no.such.host.invalid"), "Cannot listen at"),
+        (("--host", "no.such.host.invalid"), "Cannot listen at"), (("--engine", "tgi"), "one of embedded, vllm"),
+        (("--vllm-options", "{}x"), "is a JSON object"), (("--vllm-url", "http://127.0.0.1:1/v1"), "--engine vllm"),
+        (("--engine", "vllm", "--vllm-store", "x"), "goes with --vllm-url"),
+        (("--engine", "vllm", "--vllm-url", "http://127.0.0.1:1/v1", "--port", 0), "There is no vLLM server"),
     ],
 )  # fmt: skip
 def test_wrong_flags(tmp_path, flags, message):

@@ -13,6 +13,7 @@ from urllib.request import urlopen
 import pytest
 import torch
 import uvicorn
+from fastapi import FastAPI
 
 openai = pytest.importorskip("openai")
 
@@ -44,7 +45,7 @@ def serving(model, tokenizer, folder: Path, **settings: object) -> Iterator[str]
 
 
 @contextlib.contextmanager
-def listening(app) -> Iterator[str]:
+def listening(app: FastAPI) -> Iterator[str]:
     """The address of a server in a thread of this process."""
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", http=Connection))
     thread = threading.Thread(target=server.run)

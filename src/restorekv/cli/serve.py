@@ -1,10 +1,12 @@
 """`restorekv serve`: OpenAI's API over documents that stay compressed."""
 
+import json
 import re
 import socket
 from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -29,45 +31,54 @@ def run(
     store: Annotated[Path | None, typer.Option(help="The folder of documents.", show_default="restorekv-store")] = None,
     memory: Annotated[str, typer.Option(help="How much of the documents is held in memory.")] = "4G",
     disk: Annotated[str, typer.Option(help="How much of them is held on disk.")] = "100G",
-    shared: Annotated[
-        str | None, typer.Option(help="A folder of caches that several servers share: a path, s3://BUCKET/PATH.")
-    ] = None,
+    shared: Annotated[str | None, typer.Option(help="A folder of caches for several servers, s3://... too.")] = None,
     waiting: Annotated[int, typer.Option(min=1, help="Questions that may wait; more are refused with 429.")] = 256,
+    engine: Annotated[str, typer.Option(help="Who answers: embedded (this library) or vllm.")] = "embedded",
+    vllm_url: Annotated[str | None, typer.Option(help="A vLLM server that runs: http://HOST:8000/v1.")] = None,
+    vllm_store: Annotated[Path | None, typer.Option(help="The folder from which that server reads documents.")] = None,
+    vllm_options: Annotated[str | None, typer.Option(help="Arguments of vLLM's engine, as JSON.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 1024,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
     **spread: Any,
 ) -> None:
     spread = Spread(**spread)
-    sizes = {"memory": size_of("--memory", memory), "disk": size_of("--disk", disk)}
+    if spread.ray and engine != "embedded":
+        raise RestoreKVError("Replicas of --ray answer with the library; leave out --engine.")
     keys = read_keys(api_key_file) if api_key_file else ()
-    try:
-        server = import_module("restorekv.serve.run")
-    except ImportError as error:
-        raise RestoreKVError(f"Serving needs {error.name}; pip install 'restorekv[serve]'.") from None
-    if host not in ("127.0.0.1", "localhost", "::1") and not keys:
-        notes.print("warning: whoever reaches this machine can ask; --api-key-file asks for a key.", highlight=False)
-    store = store or Path("restorekv-store")
+    server, store = loaded_server(host, keys), store or Path("restorekv-store")
     shared = shared or ((store / "shared").resolve().as_uri() if spread.ray else None)
+    own = {"url": vllm_url, "folder": vllm_store, "options": vllm_options and object_of("--vllm-options", vllm_options)}
     settings = server.Settings(
-        store, model, f"{model}:{preset}-{ratio}", host, port, waiting=waiting, keys=keys,
-        shared=shared, limits=server.Limits(tokens=max_tokens), **sizes,
+        store, model, f"{model}:{preset}-{ratio}", host, port, size_of("--memory", memory), size_of("--disk", disk),
+        waiting, shared, keys, server.Limits(tokens=max_tokens), engine, {k: v for k, v in own.items() if v},
     )  # fmt: skip
+    server.engine_class(engine).check(**settings.options)
     server.Variant.parse(settings.default, model)
     if shared:
         server.Shared(shared)  # refuses what cannot be used
     check_free(host, port)
-    address = f"http://{host}:{port}"
     with alone(store), ExitStack() as lasting:
         if spread.ray:
             engines = import_module("restorekv.serve.ray_engine")
             with notes.status("starting replicas"):
-                engine = lasting.enter_context(engines.deployed(settings, spread, model, dtype, device))
-            app = server.application_of(engine, server.store_of(settings), settings)
+                replicas = lasting.enter_context(engines.deployed(settings, spread, model, dtype, device))
+            app = server.application_of(replicas, server.store_of(settings), settings)
         else:
             app = server.application(*open_model(model, dtype, device), settings)
+        address = f"http://{host}:{port}"
         notes.print(f"Serving {settings.default} at {address}/v1\nThe page is at {address}/", highlight=False)
         server.serve(app, settings)
+
+
+def loaded_server(host: str, keys: tuple[str, ...]) -> ModuleType:
+    """Returns the module that serves; warns where a server without keys can be reached from elsewhere."""
+    if host not in ("127.0.0.1", "localhost", "::1") and not keys:
+        notes.print("warning: whoever reaches this machine can ask; --api-key-file asks for a key.", highlight=False)
+    try:
+        return import_module("restorekv.serve.run")
+    except ImportError as error:
+        raise RestoreKVError(f"Serving needs {error.name}; pip install 'restorekv[serve]'.") from None
 
 
 def check_free(host: str, port: int) -> None:
@@ -87,6 +98,17 @@ def size_of(name: str, text: str) -> int:
     if not parts:
         raise RestoreKVError(f"{name} is a size such as 512M or 4G, not {text!r}.")
     return int(float(parts[1]) * UNITS[parts[2].upper()])
+
+
+def object_of(name: str, text: str) -> dict:
+    """Reads a JSON object."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise RestoreKVError(f"{name} is a JSON object such as '{{\"max_model_len\": 8192}}', not {text[:60]!r}.")
+    return found
 
 
 def read_keys(path: Path) -> tuple[str, ...]:

@@ -11,10 +11,11 @@ import hashlib
 import queue
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -22,7 +23,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.compression import generate
 from restorekv.compression.compressor import compress
 from restorekv.compression.context import CompressedContext
-from restorekv.errors import CacheFileError
+from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.model.load import longest, model_fingerprint
 from restorekv.model.prompt import template_hash
 from restorekv.serve import kept
@@ -45,7 +46,12 @@ def key_of(sha256: str, variant: Variant, made_with: Sequence[str]) -> str:
 
 
 class Caches:
-    """Holds documents in memory up to `memory` bytes, and on disk in a store."""
+    """Holds documents in memory up to `memory` bytes, and on disk in a store.
+
+    `more` are options of `compress` beyond a variant's own; caches that differ in them have other keys.
+    """
+
+    more: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, store: Store, memory: int) -> None:
         self.model, self.tokenizer, self.store, self.memory = model, tokenizer, store, memory
@@ -53,10 +59,17 @@ class Caches:
         self.held: OrderedDict[str, CompressedContext] = OrderedDict()
         self.making = ("", "")  # the key of the cache that is being made, and what is done for it now
         self.counts = {"questions": 0, "tokens": 0, "compressed": 0, "loaded": 0, "hits": 0}
-        self.made_with = model_fingerprint(model), str(model.dtype), template_hash(tokenizer)
+        more = (f"{name}={value}" for name, value in self.more.items())
+        self.made_with = model_fingerprint(model), str(model.dtype), template_hash(tokenizer), *more
         self.lock, self.loading = threading.Lock(), threading.Lock()
         self.orders: queue.Queue[tuple[str, Variant, Content, Future] | None] = queue.Queue()
         self.compressing = threading.Thread(target=self.work, name="restorekv-compress", daemon=True)
+
+    @staticmethod
+    def check(**options: object) -> None:
+        """Refuses options of the engine that cannot work, before a model is loaded."""
+        if options:
+            raise RestoreKVError("The options that begin with --vllm are for --engine vllm; add it or leave them out.")
 
     def start(self) -> None:
         self.compressing.start()
@@ -138,7 +151,7 @@ class Caches:
         check_size(content, self.tokenizer, longest(self.model.config))
         try:
             made = compress(self.model, self.tokenizer, content, progress=lambda name: self.on_phase(key, name),
-                            **variant.options)  # fmt: skip
+                            **variant.options, **self.more)  # fmt: skip
         finally:
             self.on_phase("", "")
         self.counts["compressed"] += 1

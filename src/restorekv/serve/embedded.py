@@ -32,7 +32,8 @@ from restorekv.serve.documents import check_size
 from restorekv.serve.engine import BusyError, Question, Reply
 from restorekv.serve.store import Store
 
-GATHER = 0.005  # a batch is complete when no question has come for so many seconds
+GATHER = 0.005  # a batch is complete when no question has come for so many seconds, and as many as in the last one
+RETURN = 0.05  # of the last batch's seconds, for which those whose questions it answered are waited for
 SHARE = 0.25  # of a batch's seconds, which a compression gets before the next batch
 
 
@@ -57,6 +58,7 @@ class Embedded(Caches):
     def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, store: Store, memory: int, waiting: int) -> None:
         super().__init__(model, tokenizer, store, memory)
         self.questions: queue.Queue[Question | None] = queue.Queue(waiting)
+        self.last = 0, 0.0  # how many questions the last batch answered, and its seconds
         self.idle = threading.Event()  # cleared while a batch is answered
         self.idle.set()
         self.answering = threading.Thread(target=self.answer_all, name="restorekv-answer", daemon=True)
@@ -105,15 +107,21 @@ class Embedded(Caches):
             if ready:
                 self.answer(ready)
             self.idle.set()
+            self.last = len(batch), time.perf_counter() - started
             if self.making != ("", ""):
-                time.sleep(SHARE * (time.perf_counter() - started))
+                time.sleep(SHARE * self.last[1])
 
     def gather(self) -> tuple[list[Question], bool]:
-        """Waits for a question, then for those that come with it; returns them, and whether more may come."""
-        batch = [self.questions.get()]
+        """Waits for a question, then for those that come with it; returns them, and whether more may come.
+
+        Whoever got an answer often asks again at once, and a batch that lacks few of them takes as long as a full one.
+        """
+        batch, (before, seconds) = [self.questions.get()], self.last
+        until = time.perf_counter() + RETURN * seconds
         while batch[-1] is not None and len(batch) < generate.BATCH:
+            left = until - time.perf_counter() if len(batch) < before else 0.0
             try:
-                batch.append(self.questions.get(timeout=GATHER))
+                batch.append(self.questions.get(timeout=max(GATHER, left)))
             except queue.Empty:
                 break
         return [each for each in batch if each is not None], batch[-1] is not None

@@ -1,4 +1,4 @@
-"""What the server asks of an engine; embedded.py is the library in this process.
+"""What the server asks of an engine: embedded.py is the library in this process, with_vllm.py has vLLM answer.
 
 An engine compresses documents and answers questions about them. A new one is one file, and one line in run.py.
 """
@@ -56,7 +56,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Reply:
-    """The answers and what they cost: tokens of the question and of the documents, pairs, bytes and seconds."""
+    """The answers and what they cost: tokens of the question and of the documents, pairs, bytes and seconds.
+
+    `computed` tokens of the documents came from no cache.
+    """
 
     answers: list[Answer]
     read: int
@@ -64,6 +67,7 @@ class Reply:
     pairs: int
     bytes: int
     seconds: dict[str, float]
+    computed: int = 0
 
 
 class Engine(Protocol):

@@ -52,7 +52,8 @@ def usage_chunk(about: About, reply: Reply) -> dict:
 def usage(about: About, reply: Reply) -> dict:
     """Returns tokens as the model would have read them, those that came from a cache, and what is held."""
     prompt, written = reply.document_tokens + reply.read, sum(len(answer.ids) for answer in reply.answers)
-    details = {"cached_tokens": reply.document_tokens - about.made, "cache_write_tokens": about.made}
+    cached = reply.document_tokens - about.made - reply.computed
+    details = {"cached_tokens": cached, "cache_write_tokens": about.made}
     tokens = {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
     held = {"pairs": reply.pairs, "bytes": reply.bytes, "seconds": reply.seconds}
     return {"usage": {**tokens, "prompt_tokens_details": details}, "restorekv": held}

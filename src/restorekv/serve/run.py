@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -19,7 +21,6 @@ from restorekv.compression.compressor import compress
 from restorekv.compression.context import CompressedContext
 from restorekv.errors import RestoreKVError
 from restorekv.serve.app import make_app
-from restorekv.serve.embedded import Embedded
 from restorekv.serve.engine import Engine
 from restorekv.serve.guard import Connection
 from restorekv.serve.service import Limits, Service
@@ -27,6 +28,7 @@ from restorekv.serve.shared import Shared
 from restorekv.serve.store import UPLOADED, Store
 from restorekv.serve.variants import Variant
 
+ENGINES = {"embedded": "restorekv.serve.embedded:Embedded", "vllm": "restorekv.serve.with_vllm:Vllm"}
 PROBE = "The code of the red house is seven, and the code of the blue house is nine. " * 8
 
 
@@ -45,12 +47,23 @@ class Settings:
     shared: str | None = None  # the address of a folder of caches that several servers use
     keys: tuple[str, ...] = ()
     limits: Limits = field(default_factory=Limits)
+    engine: str = "embedded"
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the engine
+
+
+def engine_class(name: str) -> type[Engine]:
+    """Returns the class of an engine; refuses unknown names."""
+    if name not in ENGINES:
+        raise RestoreKVError(f"An engine is one of {', '.join(ENGINES)}, not {name!r}.")
+    module, _, kind = ENGINES[name].partition(":")
+    return getattr(import_module(module), kind)
 
 
 def application(model: PreTrainedModel, tokenizer: Tokenizer, settings: Settings) -> FastAPI:
-    """Returns the application with the library in this process."""
+    """Returns the application with the engine that the settings name."""
     store = store_of(settings)
-    engine = Embedded(model, tokenizer, store, settings.memory, settings.waiting)
+    make = engine_class(settings.engine)
+    engine = make(model, tokenizer, store, settings.memory, settings.waiting, **settings.options)
     return application_of(engine, store, settings, lambda: check_loading(model, tokenizer))
 
 
@@ -66,8 +79,12 @@ def application_of(engine: Engine, store: Store, settings: Settings, check: Call
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await asyncio.to_thread(check)
-        engine.start()
+        try:
+            await asyncio.to_thread(check)
+            engine.start()
+        except RestoreKVError as error:
+            app.state.problem = error
+            raise
         for upload in store.list():
             if upload.status == UPLOADED:
                 service.begin(upload)
@@ -77,7 +94,9 @@ def application_of(engine: Engine, store: Store, settings: Settings, check: Call
         await asyncio.to_thread(engine.close)
         store.close()
 
-    return make_app(service, list(settings.keys), lambda: state["ready"], lifespan)
+    app = make_app(service, list(settings.keys), lambda: state["ready"], lifespan)
+    app.state.problem = None  # why it could not start
+    return app
 
 
 def check_loading(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
@@ -100,5 +119,11 @@ def check_loading(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
 def serve(app: FastAPI, settings: Settings) -> None:
     """Serves until a signal ends it; requests that have begun are answered first."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    uvicorn.run(app, host=settings.host, port=settings.port, log_level="warning", access_log=False,
-                timeout_graceful_shutdown=30, http=Connection)  # fmt: skip
+    logging.getLogger("uvicorn.error").addFilter(lambda _: app.state.problem is None)  # it would print a stack trace
+    try:
+        uvicorn.run(app, host=settings.host, port=settings.port, log_level="warning", access_log=False,
+                    timeout_graceful_shutdown=30, http=Connection)  # fmt: skip
+    except SystemExit:
+        if app.state.problem:
+            raise app.state.problem from None
+        raise

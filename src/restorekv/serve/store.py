@@ -12,7 +12,7 @@ import secrets
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +57,7 @@ class Store:
         self.folder, self.disk, self.shared, self.lock = folder, disk, shared, threading.RLock()
         self.fetched: set[str] = set()  # caches that came from the shared folder and were not yet found whole
         self.telling, self.news, self.closed = threading.Lock(), threading.Event(), False
+        self.on_drop: Callable[[str], object] = bool  # takes the key of every cache that goes
         for name in ("files", "caches", "damaged"):
             (folder / name).mkdir(parents=True, exist_ok=True)
         try:
@@ -217,6 +218,7 @@ class Store:
     def drop(self, key: str) -> None:
         self.rows.execute("delete from caches where key = ?", (key,))
         self.cache(key).unlink(missing_ok=True)
+        self.on_drop(key)
 
     def tell(self, sha256: str, key: str) -> None:
         """Tells the shared folder what is pending, unless that has been settled meanwhile."""
