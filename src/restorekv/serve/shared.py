@@ -21,17 +21,7 @@ from restorekv.errors import RestoreKVError, first_sentence
 from restorekv.files import HOST, NUMBERS, replacing
 
 LOG = logging.getLogger("restorekv.serve")
-WHOLE = {
-    "s3",
-    "s3a",
-    "gs",
-    "gcs",
-    "az",
-    "abfs",
-    "abfss",
-    "oss",
-    "memory",
-}  # here a file is seen once all of it has come
+WHOLE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "memory"}  # a file is seen once all of it has come
 PAUSE = 30.0  # seconds without another try after a failure
 NOTES = 30 * 86400  # seconds for which a note of a deletion stays
 HALF = 86400  # seconds after which a temporary file was left by a server that is dead
