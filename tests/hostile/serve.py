@@ -37,11 +37,11 @@ def question(number: int) -> str:
 class Server:
     """A server process over a folder."""
 
-    def __init__(self, folder: Path, *flags: str) -> None:
+    def __init__(self, folder: Path, *flags: str, model: str = "tiny") -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        command = [sys.executable, "-m", "restorekv", "serve", "--model", "tiny", "--preset", "best", "--ratio", "0.2"]
+        command = [sys.executable, "-m", "restorekv", "serve", "--model", model, "--preset", "best", "--ratio", "0.2"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [*command, "--store", str(folder), "--port", str(self.port), *flags], env=environment,
@@ -69,18 +69,18 @@ class Server:
         return self.process.wait()
 
 
-def asked(name: str, number: int) -> dict:
+def asked(name: str, number: int, model: str = MODEL) -> dict:
     parts = [{"type": "file", "file": {"file_id": name}}, {"type": "text", "text": question(number)}]
-    return {"model": MODEL, "messages": [{"role": "user", "content": parts}], "temperature": 0, "max_tokens": 12}
+    return {"model": model, "messages": [{"role": "user", "content": parts}], "temperature": 0, "max_tokens": 12}
 
 
 def upload(client: openai.OpenAI, number: int) -> str:
     return client.files.create(file=(f"{number}.txt", document(number).encode()), purpose="user_data").id
 
 
-def load(folder: Path, questions: int, clients: int, documents: int) -> int:
+def load(folder: Path, questions: int, clients: int, documents: int, model: str, memory: str) -> int:
     """Asks everything at once; returns how many answers were wrong."""
-    server = Server(folder, "--waiting", "32", "--memory", "4M")
+    server = Server(folder, "--waiting", "32", "--memory", memory, model=model)
     try:
         server.wait()
         client = server.client()
@@ -88,22 +88,22 @@ def load(folder: Path, questions: int, clients: int, documents: int) -> int:
         for name in names:
             assert client.files.wait_for_processing(name, poll_interval=0.2).status == "processed"
         start = time.monotonic()
-        answers, refused = asyncio.run(answered(server, names, questions, clients))
+        answers, refused = asyncio.run(answered(server, f"{model}:best-0.2", names, questions, clients))
         seconds = time.monotonic() - start
         figures = server.client().get("/../metrics", cast_to=str)
         held = next(line.split()[1] for line in figures.splitlines() if line.startswith("restorekv_bytes_held "))
         pages = int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1])
     finally:
         server.stop()
-    expected = library(questions, documents)
+    expected = library(model, questions, documents)
     wrong = sum(ours != theirs for ours, theirs in zip(answers, expected, strict=True))
     print(f"{questions} questions, {clients} clients, {documents} documents: {wrong} wrong, {refused} times 429, "
-          f"{questions / seconds:.1f} answers a second; documents {float(held) / 2**20:.2f} MB of 4 MB, "
+          f"{questions / seconds:.1f} answers a second; documents {float(held) / 2**20:.2f} MB of {memory}, "
           f"process {pages * os.sysconf('SC_PAGE_SIZE') / 2**20:.0f} MB", flush=True)  # fmt: skip
     return wrong
 
 
-async def answered(server: Server, names: list[str], questions: int, clients: int) -> tuple[list[str], int]:
+async def answered(server: Server, model: str, names: list[str], questions: int, clients: int) -> tuple[list[str], int]:
     """Returns every answer and how many requests were refused with 429 before they succeeded."""
     client, lines, refused = server.client(openai.AsyncOpenAI), asyncio.Semaphore(clients), 0
 
@@ -112,7 +112,7 @@ async def answered(server: Server, names: list[str], questions: int, clients: in
         async with lines:
             while True:
                 try:
-                    made = await client.chat.completions.create(**asked(names[number % len(names)], number))
+                    made = await client.chat.completions.create(**asked(names[number % len(names)], number, model))
                     return made.choices[0].message.content
                 except openai.RateLimitError:
                     refused += 1
@@ -121,10 +121,10 @@ async def answered(server: Server, names: list[str], questions: int, clients: in
     return await asyncio.gather(*map(one, range(questions))), refused
 
 
-def library(questions: int, documents: int) -> list[str]:
+def library(name: str, questions: int, documents: int) -> list[str]:
     """The library's own answers."""
     torch.set_num_threads(1)
-    model, tokenizer = load_model("tiny")
+    model, tokenizer = load_model(name)
     made = [compress(model, tokenizer, document(number), ratio=0.2) for number in range(documents)]
     return [made[number % documents].ask(question(number), 12) for number in range(questions)]
 
@@ -161,10 +161,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in {"questions": 0, "clients": 64, "documents": 50, "kills": 0, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--model", default="tiny", help="of the questions; the kills have the tiny one")
+    parser.add_argument("--memory", default="4M", help="of the documents held")
     given, wrong = parser.parse_args(), 0
     with tempfile.TemporaryDirectory(prefix="restorekv-serve-") as name:
         if given.questions:
-            wrong += load(Path(name) / "load", given.questions, given.clients, given.documents)
+            wrong += load(
+                Path(name) / "load", given.questions, given.clients, given.documents, given.model, given.memory
+            )
         if given.kills:
             wrong += kills(Path(name) / "kills", given.kills, given.seed)
     sys.exit(f"{wrong} wrong" if wrong else 0)
