@@ -8,7 +8,8 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.request import urlopen
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
@@ -191,6 +192,13 @@ def test_wrong_requests_get_a_sentence(client, file, change, status, message):
         client.chat.completions.create(**request)
     assert caught.value.status_code == status
     assert "Traceback" not in json.dumps(caught.value.body)
+
+
+def test_a_body_that_is_no_json_is_said_to_be_none(client):
+    broken = Request(f"{client.base_url}chat/completions", b'{"model": ', {"content-type": "application/json"})
+    with pytest.raises(HTTPError) as caught:
+        urlopen(broken)
+    assert caught.value.code == 400 and b"is not valid JSON (at character" in caught.value.read()
 
 
 def test_documents_stand_before_the_question(client, file):

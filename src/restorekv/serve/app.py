@@ -64,6 +64,8 @@ def add_errors(app: FastAPI, service: Service) -> None:
     @app.exception_handler(ValidationError)
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, error: ValidationError | RequestValidationError) -> Response:
+        if (broken := error.errors()[0])["type"] == "json_invalid":
+            return problem(400, f"The body is not valid JSON (at character {broken['loc'][-1]}).")
         first = max(error.errors(), key=lambda each: len(each["loc"]))  # of a choice, what came closest
         where = ".".join(str(part) for part in first["loc"] if part != "body" and "[" not in str(part))
         message = first["msg"].removeprefix("Value error, ").removesuffix(".")
