@@ -10,11 +10,13 @@ import pytest
 
 openai = pytest.importorskip("openai")
 
-from restorekv import compose, compress  # noqa: E402
+from restorekv import compose, compress, load_model  # noqa: E402
 from restorekv.errors import RestoreKVError  # noqa: E402
+from restorekv.model.load import model_fingerprint  # noqa: E402
 from restorekv.serve.portables import Portables  # noqa: E402
 from restorekv.serve.run import engine_class  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
+from restorekv.serve.store import Store as Uploads  # noqa: E402
 from restorekv.serve.vllm_side import Elsewhere  # noqa: E402
 from restorekv.vllm.store import Store  # noqa: E402
 from tests.helpers.fake_vllm import LONGEST, FakeVllm  # noqa: E402
@@ -266,3 +268,10 @@ def test_files_that_are_asked_stay(model, tiny_tokenizer, tmp_path):
     assert portables.path(names[2]).exists()
     portables.give_back(names[2])
     assert not portables.path(names[2]).exists()
+
+
+def test_in_process_vllm_gets_a_folder_of_the_model_and_its_fingerprint(model, tiny_tokenizer, tmp_path):
+    """All that comes before vLLM itself, which only tests/vllm has."""
+    engine = engine_class("vllm")(model, tiny_tokenizer, Uploads(tmp_path, 1 << 30), 1 << 20, 4)
+    assert engine.side.fingerprint == model_fingerprint(model)
+    assert model_fingerprint(load_model(engine.side.options["model"], dtype="float32")[0]) == model_fingerprint(model)

@@ -29,6 +29,7 @@ from restorekv.compression.context import CompressedContext
 from restorekv.compression.sampling import Decoding, Row
 from restorekv.compression.several import compose
 from restorekv.errors import RestoreKVError
+from restorekv.model.load import model_fingerprint
 from restorekv.model.prompt import Context, default_between, fit, make_context
 from restorekv.model.shape import CacheShape
 from restorekv.serve.caches import Caches, Held
@@ -91,8 +92,9 @@ class Vllm(Caches):
             self.side: Side = Elsewhere(url, self.portables.folder, vocabulary)
         else:
             dtype = str(model.dtype).removeprefix("torch.")
-            place = folder_of(model, tokenizer, store.folder / "model", self.fingerprint)
-            self.side = Inside(place, dtype, self.portables.folder, self.fingerprint, options or {})
+            fingerprint = model_fingerprint(model)
+            place = folder_of(model, tokenizer, store.folder / "model", fingerprint)
+            self.side = Inside(place, dtype, self.portables.folder, fingerprint, options or {})
 
     @staticmethod
     def check(url: str = "", folder: Path | None = None, options: Mapping[str, Any] | None = None) -> None:
