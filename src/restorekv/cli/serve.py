@@ -69,6 +69,7 @@ def run(
         address = f"http://{host}:{port}"
         notes.print(f"Serving {settings.default} at {address}/v1\nThe page is at {address}/", highlight=False)
         server.serve(app, settings)
+        notes.print(f"Stopped; the documents stay in {store}.", highlight=False)
 
 
 def loaded_server(host: str, keys: tuple[str, ...]) -> ModuleType:
