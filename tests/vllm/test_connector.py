@@ -14,6 +14,7 @@ import torch
 
 from restorekv.compression.chat import conversation_ids
 from restorekv.errors import RestoreKVError
+from restorekv.model.prompt import question_ids
 from restorekv.vllm import chat, prompt, transfer_config
 from tests.helpers.models import VOCABULARY
 from tests.vllm.test_store import QUESTION, TEXTS, portable_of
@@ -226,7 +227,10 @@ def test_earlier_turns_stand_before_the_question(connector):
     body = chat(document, QUESTION, tokenizer, turns=turns)
     assert [each["role"] for each in body["messages"]] == ["user", "assistant"] * 2 + ["user"]
     assert body["kv_transfer_params"]["prompt_token_ids"] == prompt(document, QUESTION, tokenizer, turns=turns)
-    assert prompt(document, QUESTION, tokenizer) == document.inputs(tokenizer, QUESTION)["input_ids"][0].tolist()
+    alone = question_ids(tokenizer, document.context, QUESTION)[0].tolist()
+    assert prompt(document, QUESTION, tokenizer) == document.ids.tolist() + alone
+    with pytest.raises(RestoreKVError, match="is text, not list"):
+        prompt(document, [QUESTION], tokenizer)
 
 
 def test_what_cannot_work_is_said_at_the_start(connector, caplog):

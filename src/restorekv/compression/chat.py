@@ -30,7 +30,7 @@ from restorekv.compression.sampling import Decoding, DecodingOptions, Row, first
 from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.files import has_type, read_json, write_json
 from restorekv.model.prefill import prefill
-from restorekv.model.prompt import Context, between_turns, encode, tell_beyond
+from restorekv.model.prompt import Context, between_turns, check_question, encode, tell_beyond
 
 if TYPE_CHECKING:
     from restorekv.compression.context import CompressedContext
@@ -249,8 +249,7 @@ def conversation_ids(
     """
     ids, before = [], ""
     for number, (asked, answered) in enumerate([*turns, (question, answer_prefix)]):
-        if not asked.strip():
-            raise RestoreKVError("A question is empty; ask something.")
+        check_question(asked)
         if not number:
             asked = context.between + (system + (context.between or "\n\n") if system else "") + asked
         ids.append(encode(tokenizer, asked, before, context.suffix_text, answered))

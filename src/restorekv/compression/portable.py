@@ -25,10 +25,11 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv import seal
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression import answers
+from restorekv.compression.chat import conversation_ids
 from restorekv.compression.context_checks import check_model, check_tensor, require
 from restorekv.compression.context_file import Manifest, read_sealed, refusing
 from restorekv.errors import CacheFileError, RestoreKVError, raised_as
-from restorekv.model.prompt import Context, question_ids
+from restorekv.model.prompt import Context
 from restorekv.model.shape import decoder
 
 FORMAT, VERSION = "restorekv-portable", "1"
@@ -81,9 +82,15 @@ class Portable:
             plain.update(*(x[None].clone() for x in pair), index)
         return plain
 
-    def inputs(self, tokenizer: Tokenizer, question: str, answer_prefix: str = "") -> dict[str, Tensor]:
-        """Returns input_ids and attention_mask (1, m + q); the answer is result[:, input_ids.shape[1]:]."""
-        ids = torch.cat([self.ids[None], question_ids(tokenizer, self.context, question, answer_prefix)], -1)
+    def inputs(
+        self, tokenizer: Tokenizer, question: str, answer_prefix: str = "", turns: Sequence[tuple[str, str]] = ()
+    ) -> dict[str, Tensor]:
+        """Returns input_ids and attention_mask (1, m + q); the answer is result[:, input_ids.shape[1]:].
+
+        `turns` are earlier questions with their answers.
+        """
+        asked = conversation_ids(tokenizer, self.context, turns, question, answer_prefix=answer_prefix)
+        ids = torch.cat([self.ids, asked])[None]
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     def ask(

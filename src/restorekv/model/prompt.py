@@ -120,11 +120,16 @@ def question_ids(
 
     `empty` allows an empty question, for a context that ends with what is asked.
     """
+    check_question(question, empty)
+    return encode(tokenizer, context.between + question, after=context.suffix_text, more=answer_prefix)
+
+
+def check_question(question: object, empty: bool = False) -> None:
+    """Refuses what is no text, and unless allowed, what is an empty one."""
     if not isinstance(question, str):
         raise RestoreKVError(f"A question is text, not {type(question).__name__}; give several to ask, as a list.")
     if not question.strip() and not empty:
         raise RestoreKVError("The question is empty; ask something.")
-    return encode(tokenizer, context.between + question, after=context.suffix_text, more=answer_prefix)
 
 
 def template_hash(tokenizer: Tokenizer) -> str:

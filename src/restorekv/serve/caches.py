@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import queue
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -17,18 +18,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.compression import generate
+from restorekv.compression.answers import Answer, answer_of
 from restorekv.compression.compressor import compress
 from restorekv.compression.context import CompressedContext
+from restorekv.compression.sampling import Row
 from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.model.load import longest, model_fingerprint
 from restorekv.model.prompt import template_hash
 from restorekv.serve import kept
 from restorekv.serve.documents import check_size
-from restorekv.serve.engine import Content, Document
+from restorekv.serve.engine import Content, Document, Question, Reply
 from restorekv.serve.store import Store
 from restorekv.serve.variants import Variant
 
@@ -38,6 +42,20 @@ class Held(Document):
     """A document whose cache is in memory."""
 
     context: CompressedContext
+
+
+@dataclass(kw_only=True)
+class Asked:
+    """A question that is being answered: the ids that the model reads behind its documents, and a row for each answer.
+
+    `started` and `first` are when it was begun and when its first token was written, 0 before that.
+    """
+
+    question: Question
+    prompt: Tensor
+    rows: list[Row]
+    started: float
+    first: float = 0.0
 
 
 def key_of(sha256: str, variant: Variant, made_with: Sequence[str]) -> str:
@@ -182,6 +200,20 @@ class Caches:
     async def kept(self, document: Held, layer: int | None, head: int | None) -> dict:
         """See `Engine`."""
         return await asyncio.to_thread(kept.shares, document.context, layer, head)
+
+    def replied(
+        self, asked: Asked, tokens: int, pairs: int, size: int, seconds: Mapping[str, float], computed: int = 0
+    ) -> Reply:
+        """Returns what was written about documents of so many tokens, pairs and bytes, and counts it."""
+        read, now = len(asked.prompt), time.perf_counter()
+        answers = [
+            answer_of(self.tokenizer, row.answer, self.stops, read, row) if row.answer else Answer("", (), "stop", read)
+            for row in asked.rows
+        ]
+        self.counts["questions"] += 1
+        self.counts["tokens"] += sum(len(answer.ids) for answer in answers)
+        taken = {"first": asked.first - asked.started, "total": now - asked.started, **seconds}
+        return Reply(answers, read, tokens, pairs, size, taken, computed)
 
     def figures(self) -> tuple[dict[str, int], dict[str, int]]:
         """See `Engine`."""

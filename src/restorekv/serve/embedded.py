@@ -13,23 +13,21 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.compression import generate
-from restorekv.compression.answers import answer_of
 from restorekv.compression.chat import conversation_ids
 from restorekv.compression.context import CompressedContext
-from restorekv.compression.sampling import Row, rows_of
+from restorekv.compression.sampling import rows_of
 from restorekv.compression.several import compose
 from restorekv.errors import RestoreKVError
 from restorekv.model.load import longest
 from restorekv.model.observer import HOOKS
 from restorekv.model.shape import decoder
-from restorekv.serve.caches import Caches
+from restorekv.serve.caches import Asked, Caches
 from restorekv.serve.documents import check_size
-from restorekv.serve.engine import BusyError, Question, Reply
+from restorekv.serve.engine import BusyError, Question
 from restorekv.serve.store import Store
 
 GATHER = 0.005  # a batch is complete when no question has come for so many seconds, and as many as in the last one
@@ -37,19 +35,11 @@ RETURN = 0.05  # of the last batch's seconds, for which those whose questions it
 SHARE = 0.25  # of a batch's seconds, which a compression gets before the next batch
 
 
-@dataclass
-class Asked:
-    """A question whose documents are at hand, with a row for each of its answers.
+@dataclass(kw_only=True)
+class AskedHere(Asked):
+    """A question whose documents are at hand as one."""
 
-    `first` is when its first token was written, 0 before that.
-    """
-
-    question: Question
     context: CompressedContext
-    prompt: Tensor
-    rows: list[Row]
-    started: float
-    first: float = 0.0
 
 
 class Embedded(Caches):
@@ -88,7 +78,7 @@ class Embedded(Caches):
         try:
             self.questions.put_nowait(question)
         except queue.Full:
-            raise BusyError("Too many questions wait; ask again in a moment.") from None
+            raise BusyError from None
         return question.done
 
     def figures(self) -> tuple[dict[str, int], dict[str, int]]:
@@ -126,7 +116,7 @@ class Embedded(Caches):
                 break
         return [each for each in batch if each is not None], batch[-1] is not None
 
-    def prepared(self, question: Question) -> Asked | None:
+    def prepared(self, question: Question) -> AskedHere | None:
         """Returns what `asked` does; None where nobody waits, or where it fails, which is this request's alone."""
         if not question.done.set_running_or_notify_cancel():
             return None
@@ -136,7 +126,7 @@ class Embedded(Caches):
             question.done.set_exception(error)
             return None
 
-    def asked(self, question: Question) -> Asked:
+    def asked(self, question: Question) -> AskedHere:
         """Returns the question with its documents as one, the ids that the model reads, and seeds for its answers."""
         started, contexts = time.perf_counter(), [each.context for each in question.documents]
         whole, most = compose(contexts) if len(contexts) > 1 else contexts[0], longest(self.model.config)
@@ -153,9 +143,9 @@ class Embedded(Caches):
         rows = rows_of(decoding, self.tokenizer, [read] * len(seeds), seeds, self.stops, always=True)
         for row in rows:
             row.cancelled = lambda: question.cancelled
-        return Asked(question, whole, prompt, rows, started)
+        return AskedHere(question=question, context=whole, prompt=prompt, rows=rows, started=started)
 
-    def answer(self, asked: Sequence[Asked]) -> None:
+    def answer(self, asked: Sequence[AskedHere]) -> None:
         """Writes the answers of a batch, in which every row has a seed and settings of its own.
 
         A question is settled with the last token of its last answer, however long the others take.
@@ -179,15 +169,11 @@ class Embedded(Caches):
             for each in filter(waits, asked):
                 each.question.done.set_exception(error)
 
-    def reply(self, asked: Asked) -> None:
+    def reply(self, asked: AskedHere) -> None:
         """Settles a question."""
-        manifest, read, now = asked.context.manifest, len(asked.prompt), time.perf_counter()
-        answers = [answer_of(self.tokenizer, row.answer, self.stops, read, row) for row in asked.rows]
-        self.counts["questions"] += 1
-        self.counts["tokens"] += sum(len(answer.ids) for answer in answers)
-        seconds = {"first": asked.first - asked.started, "total": now - asked.started, **manifest.seconds}
-        held = asked.context.context.positions, manifest.pairs_held, manifest.bytes_held
-        asked.question.done.set_result(Reply(answers, read, *held, seconds))
+        manifest, tokens = asked.context.manifest, asked.context.context.positions
+        held = manifest.pairs_held, manifest.bytes_held, manifest.seconds
+        asked.question.done.set_result(self.replied(asked, tokens, *held))
 
 
 def waits(asked: Asked) -> bool:

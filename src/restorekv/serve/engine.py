@@ -5,11 +5,12 @@ An engine compresses documents and answers questions about them. A new one is on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -23,6 +24,9 @@ Content = Callable[[], str | Path]  # gives a text or the path of a cache file, 
 
 class BusyError(RestoreKVError):
     """Too many requests wait."""
+
+    def __init__(self) -> None:
+        super().__init__("Too many questions wait; ask again in a moment.")
 
 
 class AwayError(RestoreKVError):
@@ -98,3 +102,37 @@ class Engine(Protocol):
 
     def figures(self) -> tuple[dict[str, int], dict[str, int]]:
         """Returns what is counted since the start, and what is so now."""
+
+
+def begin(engine: Engine, **asked: Any) -> tuple[Question, asyncio.Future[Reply], asyncio.Queue]:
+    """Asks an engine from a coroutine, with the fields of `Question`.
+
+    Returns the question, its reply, and a queue of (sample, id), at whose end stands None.
+    """
+    loop, tokens = asyncio.get_running_loop(), asyncio.Queue()
+
+    def on_token(sample: int, token: int) -> None:
+        loop.call_soon_threadsafe(tokens.put_nowait, (sample, token))
+
+    question = Question(**asked, on_token=on_token)
+    future = asyncio.wrap_future(engine.ask(question))
+    future.add_done_callback(lambda _: tokens.put_nowait(None))
+    return question, future, tokens
+
+
+def admit(tasks: set[asyncio.Task], waiting: int, answering: Callable[[], Coroutine]) -> None:
+    """Begins to answer, unless so many are waiting already; raises BusyError."""
+    if len(tasks) >= waiting:
+        raise BusyError
+    task = asyncio.get_running_loop().create_task(answering())
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+
+
+async def until_left(question: Question, writing: Coroutine, patience: float) -> asyncio.Task:
+    """Waits for the writing and returns its task, broken off within `patience` seconds where nobody waits for it."""
+    task = asyncio.ensure_future(writing)
+    while not (await asyncio.wait([task], timeout=patience))[0]:
+        if question.cancelled or question.done.cancelled():
+            task.cancel()
+    return task

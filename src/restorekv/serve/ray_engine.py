@@ -27,7 +27,7 @@ from restorekv.files import HOST
 from restorekv.serve import cluster
 from restorekv.serve.caches import key_of
 from restorekv.serve.cluster import LOCAL, Spread, connect
-from restorekv.serve.engine import AwayError, BusyError, Content, Document, Question, Reply
+from restorekv.serve.engine import AwayError, Content, Document, Question, Reply, admit, until_left
 from restorekv.serve.run import Settings
 from restorekv.serve.variants import Variant
 
@@ -128,19 +128,12 @@ class RayEngine:
 
     def ask(self, question: Question) -> Future:
         """See `Engine`."""
-        if len(self.asking) >= self.waiting:
-            raise BusyError("Too many questions wait; ask again in a moment.")
-        task = asyncio.get_running_loop().create_task(self.settle(question))
-        self.asking.add(task)
-        task.add_done_callback(self.asking.discard)
+        admit(self.asking, self.waiting, lambda: self.settle(question))
         return question.done
 
     async def settle(self, question: Question) -> None:
         """Answers a question, unless everybody who waited for it has gone."""
-        answering = asyncio.ensure_future(self.answered(question))
-        while not (await asyncio.wait([answering], timeout=LOOK))[0]:
-            if question.cancelled or question.done.cancelled():
-                answering.cancel()
+        answering = await until_left(question, self.answered(question), LOOK)
         if answering.cancelled():
             question.done.cancel()
         elif not question.done.cancelled():

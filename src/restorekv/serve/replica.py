@@ -26,7 +26,7 @@ from restorekv.files import locked
 from restorekv.model.load import load_model
 from restorekv.serve.caches import Held
 from restorekv.serve.embedded import Embedded
-from restorekv.serve.engine import Question, Reply
+from restorekv.serve.engine import Question, begin
 from restorekv.serve.router import ByDocument
 from restorekv.serve.run import check_loading
 from restorekv.serve.shared import Shared
@@ -120,14 +120,7 @@ class Replica:
     async def ask(self, places: Sequence[Place], asked: dict[str, Any]) -> AsyncIterator[object]:
         """Yields lists of (sample, id) as they are written, then the Reply and About; who stops listening ends it."""
         documents = [await self.held(place) for place in places]
-        loop, tokens = asyncio.get_running_loop(), asyncio.Queue()
-
-        def on_token(sample: int, token: int) -> None:
-            loop.call_soon_threadsafe(tokens.put_nowait, (sample, token))
-
-        question = Question(documents, **asked, on_token=on_token)
-        future: asyncio.Future[Reply] = asyncio.wrap_future(self.engine.ask(question))
-        future.add_done_callback(lambda _: tokens.put_nowait(None))
+        question, future, tokens = begin(self.engine, documents=documents, **asked)
         try:
             while written := await together(tokens):
                 yield written

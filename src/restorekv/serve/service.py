@@ -20,7 +20,7 @@ from restorekv.compression.answers import Growing
 from restorekv.errors import RestoreKVError
 from restorekv.serve import replies
 from restorekv.serve.documents import shown, text_of
-from restorekv.serve.engine import Document, Engine, Question, Reply
+from restorekv.serve.engine import Document, Engine, Question, Reply, begin
 from restorekv.serve.requests import Attached, ChatRequest, conversation
 from restorekv.serve.store import FAILED, PROCESSED, Store, Upload
 from restorekv.serve.variants import Variant
@@ -117,16 +117,10 @@ class Service:
         decoding = request.decoding(secrets.randbelow(2**31))
         documents = [await self.document(*each, variant) for each in asked.documents]
         made = sum(document.tokens for document in documents if document.fresh)
-        tokens: asyncio.Queue[tuple[int, int] | None] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-
-        def on_token(sample: int, token: int) -> None:
-            loop.call_soon_threadsafe(tokens.put_nowait, (sample, token))
-
-        limit = request.limit(self.limits.tokens)
-        question = Question(documents, asked.turns, asked.question, asked.system, limit, decoding, on_token)
-        future = asyncio.wrap_future(self.engine.ask(question))
-        future.add_done_callback(lambda _: tokens.put_nowait(None))
+        question, future, tokens = begin(
+            self.engine, documents=documents, turns=asked.turns, text=asked.question, system=asked.system,
+            limit=request.limit(self.limits.tokens), decoding=decoding,
+        )  # fmt: skip
         about = replies.About(f"{kind}-{secrets.token_hex(12)}", request.model, int(time.time()), made)
         texts = [Growing(self.engine.tokenizer, self.engine.stops, decoding.stop) for _ in range(decoding.samples)]
         return Pending(question, future, tokens, texts, about)

@@ -23,7 +23,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.compression.answers import Answer, answer_of
 from restorekv.compression.chat import conversation_ids
 from restorekv.compression.context import CompressedContext
 from restorekv.compression.sampling import Decoding, Row
@@ -32,8 +31,8 @@ from restorekv.errors import RestoreKVError
 from restorekv.model.load import model_fingerprint
 from restorekv.model.prompt import Context, default_between, fit, make_context
 from restorekv.model.shape import CacheShape
-from restorekv.serve.caches import Caches, Held
-from restorekv.serve.engine import BusyError, Content, Document, Question, Reply
+from restorekv.serve.caches import Asked, Caches, Held
+from restorekv.serve.engine import Content, Document, Question, Reply, admit, until_left
 from restorekv.serve.portables import Portables
 from restorekv.serve.store import Store
 from restorekv.serve.variants import Variant
@@ -51,22 +50,15 @@ class Whole(Document):
     context: Context
 
 
-@dataclass
-class Asked:
-    """A question with all that vLLM is asked, and what it has written so far."""
+@dataclass(kw_only=True)
+class AskedThere(Asked):
+    """A question with all that vLLM is asked; `held` are pairs, bytes and seconds of its documents' caches."""
 
-    question: Question
     context: Context
-    pairs: int
-    bytes: int
-    seconds: Mapping[str, float]
-    prompt: Tensor
-    rows: list[Row]
-    started: float
+    held: tuple[int, int, Mapping[str, float]]
     name: tuple[str, ...] = ()  # of the portable file, none for whole documents
     document: list[int] = field(default_factory=list)  # the ids that stand for it
     cached: int | None = None
-    first: float = 0.0
 
 
 class Vllm(Caches):
@@ -160,11 +152,7 @@ class Vllm(Caches):
 
     def ask(self, question: Question) -> Future:
         """See `Engine`."""
-        if len(self.tasks) >= self.waiting:
-            raise BusyError("Too many questions wait; ask again in a moment.")
-        task = asyncio.get_running_loop().create_task(self.answer(question))
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        admit(self.tasks, self.waiting, lambda: self.answer(question))
         return question.done
 
     async def answer(self, question: Question) -> None:
@@ -174,7 +162,9 @@ class Vllm(Caches):
         try:
             asked = await asyncio.to_thread(self.asked, question)
             try:
-                await self.until_left(question, self.write(asked))
+                writing = await until_left(question, self.write(asked), PATIENCE)
+                if not writing.cancelled():
+                    writing.result()
             finally:
                 if asked.name:
                     self.portables.give_back(asked.name)
@@ -182,16 +172,7 @@ class Vllm(Caches):
         except Exception as error:  # it is the caller's
             question.done.set_exception(error)
 
-    async def until_left(self, question: Question, writing: Any) -> None:
-        """Waits for the writing, and breaks it off where nobody waits for it."""
-        task = asyncio.ensure_future(writing)
-        while not (await asyncio.wait([task], timeout=PATIENCE))[0]:
-            if question.cancelled:
-                task.cancel()
-        if not task.cancelled():
-            task.result()
-
-    def asked(self, question: Question) -> Asked:
+    def asked(self, question: Question) -> AskedThere:
         """Returns a question with the ids of its documents, whose file then stays until the answer is there."""
         started, decoding, documents = time.perf_counter(), question.decoding, question.documents
         if any(getattr(decoding, name) != getattr(Decoding(), name) for name in UNSUPPORTED):
@@ -203,22 +184,22 @@ class Vllm(Caches):
                 for number in range(decoding.samples)]  # fmt: skip
         for row in rows:
             row.cancelled = lambda: question.cancelled
+        begun = {"question": question, "rows": rows, "started": started}
         if not held:
             context = joined([each.context for each in documents])
-            pairs, size = full_size(self.model, context.positions)
-            prompt = self.prompt(question, context)
-            return Asked(question, context, pairs, size, {}, prompt, rows, started, (), context.ids[0].tolist())
+            size, prompt = (*full_size(self.model, context.positions), {}), self.prompt(question, context)
+            return AskedThere(**begun, context=context, held=size, prompt=prompt, document=context.ids[0].tolist())
         whole = compose([each.context for each in held]) if len(held) > 1 else held[0].context
         name, manifest = tuple(self.key(each.sha256, each.variant) for each in held), whole.manifest
         prompt = self.prompt(question, whole.context)
         ids = self.portables.take(name, whole)
-        counts = manifest.pairs_held, manifest.bytes_held, manifest.seconds
-        return Asked(question, whole.context, *counts, prompt, rows, started, name, ids)
+        size = manifest.pairs_held, manifest.bytes_held, manifest.seconds
+        return AskedThere(**begun, context=whole.context, held=size, prompt=prompt, name=name, document=ids)
 
     def prompt(self, question: Question, context: Context) -> Tensor:
         return conversation_ids(self.tokenizer, context, question.turns, question.text, question.system)
 
-    async def write(self, asked: Asked) -> None:
+    async def write(self, asked: AskedThere) -> None:
         """Has vLLM write the answers; tokens go to the question's `on_token`."""
         question, ids = asked.question, [*asked.document, *asked.prompt.tolist()]
         limit = min(question.limit, (self.side.longest or len(ids) + question.limit) - len(ids))
@@ -238,18 +219,11 @@ class Vllm(Caches):
                     best = sorted(top.items(), key=lambda pair: -pair[1])
                     row.top.append(dict(best[: question.decoding.logprobs]))
 
-    def reply(self, asked: Asked) -> Reply:
+    def reply(self, asked: AskedThere) -> Reply:
         """Returns what was written, in the words of the library."""
-        read, tokens, now = len(asked.prompt), asked.context.positions, time.perf_counter()
-        answers = [
-            answer_of(self.tokenizer, row.answer, self.stops, read, row) if row.answer else Answer("", (), "stop", read)
-            for row in asked.rows
-        ]
-        self.counts["questions"] += 1
-        self.counts["tokens"] += sum(len(answer.ids) for answer in answers)
-        seconds = {"first": asked.first - asked.started, "total": now - asked.started, **asked.seconds}
+        tokens = asked.context.positions
         computed = 0 if asked.name else max(tokens - (asked.cached or 0), 0)
-        return Reply(answers, read, tokens, asked.pairs, asked.bytes, seconds, computed)
+        return self.replied(asked, tokens, *asked.held, computed)
 
 
 def sampling(decoding: Decoding, limit: int, stops: set[int]) -> dict[str, Any]:

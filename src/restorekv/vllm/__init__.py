@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.compression.chat import conversation_ids
 from restorekv.compression.portable import Portable, load_portable
 
 
@@ -40,8 +38,7 @@ def prompt(
     vLLM takes them as {"prompt_token_ids": ids}, its completions API as `prompt`.
     """
     portable = document if isinstance(document, Portable) else load_portable(document)
-    asked = conversation_ids(tokenizer, portable.context, turns, question, answer_prefix=answer_prefix)
-    return torch.cat([portable.ids, asked]).tolist()
+    return portable.inputs(tokenizer, question, answer_prefix, turns)["input_ids"][0].tolist()
 
 
 def chat(
