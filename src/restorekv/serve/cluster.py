@@ -6,7 +6,7 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import ModuleType
@@ -19,8 +19,14 @@ ENVIRONMENT = {  # no usage reports, workers at this process's priority, no log 
     "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_worker_niceness": "0",
     "RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_SERVE_LOG_TO_STDERR": "0",
 }  # fmt: skip
-REPLICAS: frozenset[str] = frozenset()  # the names of those that run, as router.py was told last
+REPLICAS: frozenset[str] = frozenset()  # the names of those that run, as `note_replicas` was told last
 PRIVATE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}  # on every system, loopback alone
+
+
+def note_replicas(names: Iterable[str]) -> None:
+    """Remembers which replicas run."""
+    global REPLICAS
+    REPLICAS = frozenset(names)
 
 
 def option(default: object, text: str) -> Any:

@@ -21,7 +21,7 @@ class ByDocument(RequestRouter):
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        cluster.REPLICAS = frozenset(each.replica_id.unique_id for each in replicas)
+        cluster.note_replicas(each.replica_id.unique_id for each in replicas)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
