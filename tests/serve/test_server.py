@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import importlib.util
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -163,6 +164,20 @@ def test_several_documents_are_composed(client, file):
     assert client.files.delete(other.id).deleted
     with pytest.raises(openai.NotFoundError):
         client.files.retrieve(other.id)
+
+
+def test_a_deleted_document_leaves_memory(client):
+    def held() -> int:
+        text = urlopen(f"{str(client.base_url).removesuffix('v1/')}metrics").read().decode()
+        return int(float(re.search(r"^restorekv_documents_held (\S+)", text, re.M)[1]))
+
+    before = held()
+    made = client.files.create(file=("gone.txt", f"Gone soon. {OTHER}".encode()), purpose="user_data")
+    client.files.wait_for_processing(made.id, poll_interval=0.05)
+    ask(client, about(made))
+    assert held() == before + 1
+    client.files.delete(made.id)
+    assert held() == before
 
 
 def test_files_are_listed_given_back_and_kept_apart(client, file):

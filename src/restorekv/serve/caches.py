@@ -74,7 +74,8 @@ class Caches:
     def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, store: Store, memory: int) -> None:
         self.model, self.tokenizer, self.store, self.memory = model, tokenizer, store, memory
         self.stops = generate.stop_ids(model, tokenizer)
-        self.held: OrderedDict[str, CompressedContext] = OrderedDict()
+        self.held: OrderedDict[tuple[str, str], CompressedContext] = OrderedDict()  # by document and key
+        store.on_delete = self.forget
         self.making = ("", "")  # the key of the cache that is being made, and what is done for it now
         self.counts = {"questions": 0, "tokens": 0, "compressed": 0, "loaded": 0, "hits": 0}
         more = (f"{name}={value}" for name, value in self.more.items())
@@ -112,17 +113,24 @@ class Caches:
     async def stored(self, sha256: str, variant: Variant) -> Held | None:
         """Returns a document from memory or disk, if it is there."""
         key = self.key(sha256, variant)
-        context = self.find(key) or await asyncio.to_thread(self.loaded, key, sha256)
+        context = self.find(sha256, key) or await asyncio.to_thread(self.loaded, key, sha256)
         return context and Held(sha256, variant, context.context.positions, False, context)
 
-    def find(self, key: str) -> CompressedContext | None:
+    def find(self, sha256: str, key: str) -> CompressedContext | None:
         """Returns a document that is in memory."""
+        place = sha256, key
         with self.lock:
-            if key not in self.held:
+            if place not in self.held:
                 return None
             self.counts["hits"] += 1
-            self.held.move_to_end(key)
-            return self.held[key]
+            self.held.move_to_end(place)
+            return self.held[place]
+
+    def forget(self, sha256: str) -> None:
+        """Takes a document that was deleted out of memory; a question that is being answered keeps it till its end."""
+        with self.lock:
+            for place in [each for each in self.held if each[0] == sha256]:
+                del self.held[place]
 
     def work(self) -> None:
         """Runs in the thread: one order after the other."""
@@ -143,13 +151,13 @@ class Caches:
             context = self.made(content(), variant, key)
             with self.store.writing(key, sha256) as path:
                 context.save(path)
-            self.hold(key, context)
+            self.hold(sha256, key, context)
         return Held(sha256, variant, context.context.positions, fresh, context)
 
     def loaded(self, key: str, sha256: str) -> CompressedContext | None:
         """Returns a cache from memory or from disk; damaged ones are set aside."""
         with self.loading:  # a second thread finds it in memory
-            if context := self.find(key):
+            if context := self.find(sha256, key):
                 return context
             while path := self.store.find(key, sha256):
                 try:
@@ -158,7 +166,7 @@ class Caches:
                     self.store.set_aside(key, sha256)
                 else:
                     self.counts["loaded"] += 1
-                    self.hold(key, context)
+                    self.hold(sha256, key, context)
                     return context
             return None
 
@@ -178,10 +186,10 @@ class Caches:
     def on_phase(self, key: str, name: str) -> None:
         self.making = key, name
 
-    def hold(self, key: str, context: CompressedContext) -> None:
+    def hold(self, sha256: str, key: str, context: CompressedContext) -> None:
         """Keeps a context in memory; those used least recently go, but never this one."""
         with self.lock:
-            self.held[key] = context
+            self.held[sha256, key] = context
             while len(self.held) > 1 and self.bytes_held > self.memory:
                 self.held.popitem(last=False)
 
@@ -195,7 +203,7 @@ class Caches:
         key, (making, now) = self.key(sha256, variant), self.making
         if making == key:
             return now
-        return "ready" if key in self.held or self.store.has(key) else "waiting"
+        return "ready" if (sha256, key) in self.held or self.store.has(key) else "waiting"
 
     async def kept(self, document: Held, layer: int | None, head: int | None) -> dict:
         """See `Engine`."""

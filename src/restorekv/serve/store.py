@@ -58,6 +58,7 @@ class Store:
         self.fetched: set[str] = set()  # caches that came from the shared folder and were not yet found whole
         self.telling, self.news, self.closed = threading.Lock(), threading.Event(), False
         self.on_drop: Callable[[str], object] = bool  # takes the key of every cache that goes
+        self.on_delete: Callable[[str], object] = bool  # takes the sha256 of every content that nobody has any more
         for name in ("files", "caches", "damaged"):
             (folder / name).mkdir(parents=True, exist_ok=True)
         try:
@@ -151,6 +152,7 @@ class Store:
         if not self.rows.execute("select 1 from files where sha256 = ?", (sha256,)).fetchone():
             for (key,) in self.rows.execute("select key from caches where sha256 = ?", (sha256,)).fetchall():
                 self.drop(key)
+            self.on_delete(sha256)
             if self.shared:
                 self.rows.execute("delete from pending where sha256 = ?", (sha256,))
                 self.rows.execute("insert into pending values (?, '')", (sha256,))
@@ -255,6 +257,7 @@ class Store:
                 gone = sha256 in removed and sha256 not in own
                 if gone and self.cache(key).exists() and self.cache(key).stat().st_mtime_ns < removed[sha256]:
                     self.drop(key)
+                    self.on_delete(sha256)
 
     def close(self) -> None:
         with self.lock:

@@ -135,6 +135,11 @@ class Vllm(Caches):
                 self.whole.popitem(last=False)
         return known
 
+    def forget(self, sha256: str) -> None:
+        """See `Caches`."""
+        super().forget(sha256)
+        self.whole.pop(sha256, None)
+
     def phase(self, sha256: str, variant: Variant) -> str:
         """See `Engine`."""
         return super().phase(sha256, variant) if variant.method else "ready"
