@@ -32,13 +32,20 @@ def evaluate():
     reference.scorer("ruler")  # skips where its folder is missing
     folder = str(reference.evaluation())
     before = dict(sys.modules)
+    for name in filter(is_theirs, before):  # our own benchmarks/
+        del sys.modules[name]
     sys.path.insert(0, folder)
     sys.modules.update({name: MagicMock() for name in UNUSED if name not in sys.modules})
     yield importlib.import_module("evaluate")
     sys.path.remove(folder)
-    for name in set(sys.modules) - set(before):
-        if name in UNUSED or name.split(".")[0] in ("evaluate", "evaluate_registry", "benchmarks"):
-            del sys.modules[name]
+    for name in [name for name in sys.modules if is_theirs(name) or (name in UNUSED and name not in before)]:
+        del sys.modules[name]
+    sys.modules.update({name: module for name, module in before.items() if is_theirs(name)})
+
+
+def is_theirs(name: str) -> bool:
+    """Returns whether kvpress's evaluation has a module of this name."""
+    return name.split(".")[0] in ("evaluate", "evaluate_registry", "benchmarks")
 
 
 def asked(tasks, classes=()):

@@ -96,6 +96,7 @@ def run_here(kind: Kind, words: list[str], tmp: Path) -> int:
             stream = None
         setattr(sys, name, stream)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup make test` ignores
     try:
         main(words)
     except SystemExit as error:
