@@ -233,12 +233,12 @@ def test_a_restart_loads_and_goes_on(model, tiny_tokenizer, tmp_path):
         made = client.files.create(file=("doc.txt", TEXT.encode()), purpose="user_data")
         client.files.wait_for_processing(made.id, poll_interval=0.05)
         first = ask(client, about(made))
-    (tmp_path / "files" / "file-half").write_bytes(b"x")
+    (half := tmp_path / "files" / f"file-{0:024x}").write_bytes(b"x")
     with serving(model, tiny_tokenizer, tmp_path) as url:
         again = ask(client_of(url), about(made))
         assert again.choices[0].message.content == first.choices[0].message.content
         assert again.usage.prompt_tokens_details.cache_write_tokens == 0
-        assert not (tmp_path / "files" / "file-half").exists()
+        assert not half.exists()
     (cache,) = (tmp_path / "caches").iterdir()
     cache.write_bytes(cache.read_bytes()[:-100])
     with serving(model, tiny_tokenizer, tmp_path) as url:

@@ -165,7 +165,7 @@ def test_damage_is_set_aside_where_it_is(where, two, model, tiny_tokenizer):
         other.store.drop(key)
     again = other.fetch(SHA, variant, lambda: TEXT)
     assert again.fresh == (where != "local") == other.counts["compressed"]
-    assert again.context.ask("Which code?", 8) == made.context.ask("Which code?", 8)
+    assert other.context(again).ask("Which code?", 8) == one.context(made).ask("Which code?", 8)
     assert (f"/damaged/{key}.rkv" in names(other.store)) == (where != "local")
     assert shared.files.cat_file(place) == other.store.cache(key).read_bytes()
     assert len(list((other.store.folder / "damaged").iterdir())) == 1

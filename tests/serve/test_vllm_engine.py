@@ -59,7 +59,7 @@ def engine(url: str, folder: Path) -> dict:
 def client(model, tiny_tokenizer, fake, address, tmp_path_factory):
     options = engine(address, fake.store.folder)
     with serving(
-        model, tiny_tokenizer, tmp_path_factory.mktemp("store"), limits=Limits(tokens=64), waiting=6, **options
+        model, tiny_tokenizer, tmp_path_factory.mktemp("store"), limits=Limits(tokens=64, waiting=6), **options
     ) as url:
         yield client_of(url)
 

@@ -32,7 +32,7 @@ def run(
     memory: Annotated[str, typer.Option(help="How much of the documents is held in memory.")] = "4G",
     disk: Annotated[str, typer.Option(help="How much of them is held on disk.")] = "100G",
     shared: Annotated[str | None, typer.Option(help="A folder of caches for several servers, s3://... too.")] = None,
-    waiting: Annotated[int, typer.Option(min=1, help="Questions that may wait; more are refused with 429.")] = 256,
+    waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are refused with 429.")] = 256,
     engine: Annotated[str, typer.Option(help="Who answers: embedded (this library) or vllm.")] = "embedded",
     vllm_url: Annotated[str | None, typer.Option(help="A vLLM server that runs: http://HOST:8000/v1.")] = None,
     vllm_store: Annotated[Path | None, typer.Option(help="The folder from which that server reads documents.")] = None,
@@ -51,7 +51,7 @@ def run(
     own = {"url": vllm_url, "folder": vllm_store, "options": vllm_options and object_of("--vllm-options", vllm_options)}
     settings = server.Settings(
         store, model, f"{model}:{preset}-{ratio}", host, port, size_of("--memory", memory), size_of("--disk", disk),
-        waiting, shared, keys, server.Limits(tokens=max_tokens), engine, {k: v for k, v in own.items() if v},
+        shared, keys, server.Limits(tokens=max_tokens, waiting=waiting), engine, {k: v for k, v in own.items() if v},
     )  # fmt: skip
     server.engine_class(engine).check(**settings.options)
     server.Variant.parse(settings.default, model)

@@ -16,7 +16,7 @@ from starlette.routing import Match
 
 from restorekv.errors import RestoreKVError
 from restorekv.serve import replies, schemas
-from restorekv.serve.engine import AwayError, BusyError
+from restorekv.serve.engine import FULL, AwayError, BusyError, passing
 from restorekv.serve.guard import AROUND, Guard, problem
 from restorekv.serve.page import PATHS, add_page
 from restorekv.serve.requests import ChatRequest
@@ -58,6 +58,10 @@ def add_errors(app: FastAPI, service: Service) -> None:
 
     @app.exception_handler(RestoreKVError)
     async def wrong(_: Request, error: RestoreKVError) -> Response:
+        if lack := passing(error):
+            why, full = getattr(lack, "strerror", None) or "no memory", getattr(lack, "errno", None) in FULL
+            fix = "delete files" if full else "ask again in a moment"
+            return problem(507 if full else 503, f"The server cannot do this now ({why}); {fix}.", None)
         status = 404 if str(error).startswith("There is no model") else 400
         return problem(status, str(error), "model_not_found" if status == 404 else None)
 

@@ -32,16 +32,11 @@ from restorekv.model.load import longest, model_fingerprint
 from restorekv.model.prompt import template_hash
 from restorekv.serve import kept
 from restorekv.serve.documents import check_size
-from restorekv.serve.engine import Content, Document, Question, Reply
+from restorekv.serve.engine import AwayError, Content, Document, Question, Reply, passing
 from restorekv.serve.store import Store
 from restorekv.serve.variants import Variant
 
-
-@dataclass(frozen=True)
-class Held(Document):
-    """A document whose cache is in memory."""
-
-    context: CompressedContext
+ENDING = "The server ends; ask again when it is back."
 
 
 @dataclass(kw_only=True)
@@ -82,6 +77,7 @@ class Caches:
         self.made_with = model_fingerprint(model), str(model.dtype), template_hash(tokenizer), *more
         self.lock, self.loading = threading.Lock(), threading.Lock()
         self.orders: queue.Queue[tuple[str, Variant, Content, Future] | None] = queue.Queue()
+        self.ending = False
         self.compressing = threading.Thread(target=self.work, name="restorekv-compress", daemon=True)
 
     @staticmethod
@@ -94,7 +90,8 @@ class Caches:
         self.compressing.start()
 
     def close(self) -> None:
-        """Ends after what is ordered."""
+        """Ends; what is still ordered is refused."""
+        self.ending = True
         self.orders.put(None)
         self.compressing.join()
 
@@ -102,7 +99,7 @@ class Caches:
         """See `Engine`."""
         return key_of(sha256, variant, self.made_with)
 
-    async def document(self, sha256: str, variant: Variant, content: Content) -> Held:
+    async def document(self, sha256: str, variant: Variant, content: Content) -> Document:
         """Returns a document from memory or disk at once, or from the thread that compresses."""
         if held := await self.stored(sha256, variant):
             return held
@@ -110,11 +107,21 @@ class Caches:
         self.orders.put((sha256, variant, content, done))
         return await asyncio.wrap_future(done)
 
-    async def stored(self, sha256: str, variant: Variant) -> Held | None:
+    async def stored(self, sha256: str, variant: Variant) -> Document | None:
         """Returns a document from memory or disk, if it is there."""
         key = self.key(sha256, variant)
-        context = self.find(sha256, key) or await asyncio.to_thread(self.loaded, key, sha256)
-        return context and Held(sha256, variant, context.context.positions, False, context)
+        if context := self.find(sha256, key):
+            self.counts["hits"] += 1
+        else:
+            context = await asyncio.to_thread(self.loaded, key, sha256)
+        return context and Document(sha256, variant, context.context.positions, False)
+
+    def context(self, document: Document) -> CompressedContext:
+        """Returns a document's cache, which may have left memory, but hardly the disk."""
+        context = self.loaded(self.key(document.sha256, document.variant), document.sha256)
+        if context is None:
+            raise AwayError("A document has gone while the question waited; ask again.")
+        return context
 
     def find(self, sha256: str, key: str) -> CompressedContext | None:
         """Returns a document that is in memory."""
@@ -122,7 +129,6 @@ class Caches:
         with self.lock:
             if place not in self.held:
                 return None
-            self.counts["hits"] += 1
             self.held.move_to_end(place)
             return self.held[place]
 
@@ -138,11 +144,13 @@ class Caches:
             *wanted, done = order
             if done.set_running_or_notify_cancel():  # else whoever asked has gone
                 try:
+                    if self.ending:
+                        raise AwayError(ENDING)
                     done.set_result(self.fetch(*wanted))
                 except Exception as error:  # it is the caller's, on another thread
                     done.set_exception(error)
 
-    def fetch(self, sha256: str, variant: Variant, content: Content) -> Held:
+    def fetch(self, sha256: str, variant: Variant, content: Content) -> Document:
         """Returns a document from memory, from disk or made now."""
         key = self.key(sha256, variant)
         context = self.loaded(key, sha256)
@@ -152,23 +160,32 @@ class Caches:
             with self.store.writing(key, sha256) as path:
                 context.save(path)
             self.hold(sha256, key, context)
-        return Held(sha256, variant, context.context.positions, fresh, context)
+        return Document(sha256, variant, context.context.positions, fresh)
 
     def loaded(self, key: str, sha256: str) -> CompressedContext | None:
-        """Returns a cache from memory or from disk; damaged ones are set aside."""
-        with self.loading:  # a second thread finds it in memory
-            if context := self.find(sha256, key):
-                return context
-            while path := self.store.find(key, sha256):
-                try:
-                    context = CompressedContext.load(path, self.model, self.tokenizer)
-                except CacheFileError:
-                    self.store.set_aside(key, sha256)
-                else:
-                    self.counts["loaded"] += 1
-                    self.hold(sha256, key, context)
+        """Returns a cache from memory, from disk or from the shared folder; damaged ones are set aside."""
+        while True:
+            with self.loading:  # a second thread finds it in memory
+                if context := self.find(sha256, key) or self.from_disk(key, sha256):
                     return context
+            if not self.store.fetch(key, sha256):  # which may take long, and others need not wait for it
+                return None
+
+    def from_disk(self, key: str, sha256: str) -> CompressedContext | None:
+        """Returns a cache from disk, unless it is damaged."""
+        if (path := self.store.here(key)) is None:
             return None
+        try:
+            context = CompressedContext.load(path, self.model, self.tokenizer)
+        except CacheFileError as error:
+            if passing(error):
+                raise
+            self.store.set_aside(key, sha256)
+            return None
+        self.store.fetched.discard(key)
+        self.counts["loaded"] += 1
+        self.hold(sha256, key, context)
+        return context
 
     def made(self, content: str | Path, variant: Variant, key: str) -> CompressedContext:
         """Compresses a text; loads a cache file from a path."""
@@ -205,9 +222,9 @@ class Caches:
             return now
         return "ready" if (sha256, key) in self.held or self.store.has(key) else "waiting"
 
-    async def kept(self, document: Held, layer: int | None, head: int | None) -> dict:
+    async def kept(self, document: Document, layer: int | None, head: int | None) -> dict:
         """See `Engine`."""
-        return await asyncio.to_thread(kept.shares, document.context, layer, head)
+        return await asyncio.to_thread(lambda: kept.shares(self.context(document), layer, head))
 
     def replied(
         self, asked: Asked, tokens: int, pairs: int, size: int, seconds: Mapping[str, float], computed: int = 0

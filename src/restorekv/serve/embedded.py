@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -25,9 +25,9 @@ from restorekv.errors import RestoreKVError
 from restorekv.model.load import longest
 from restorekv.model.observer import HOOKS
 from restorekv.model.shape import decoder
-from restorekv.serve.caches import Asked, Caches
+from restorekv.serve.caches import ENDING, Asked, Caches
 from restorekv.serve.documents import check_size
-from restorekv.serve.engine import BusyError, Question
+from restorekv.serve.engine import AwayError, BusyError, Question
 from restorekv.serve.store import Store
 
 GATHER = 0.005  # a batch is complete when no question has come for so many seconds, and as many as in the last one
@@ -69,9 +69,11 @@ class Embedded(Caches):
                 hook.remove()
 
     def give_way(self, *_: object) -> None:
-        """Lets a batch go first."""
+        """Lets a batch go first; breaks a compression off where the server ends."""
         if threading.current_thread() is self.compressing:
             self.idle.wait()
+            if self.ending:
+                raise AwayError(ENDING)
 
     def ask(self, question: Question) -> Future:
         """See `Engine`."""
@@ -128,7 +130,7 @@ class Embedded(Caches):
 
     def asked(self, question: Question) -> AskedHere:
         """Returns the question with its documents as one, the ids that the model reads, and seeds for its answers."""
-        started, contexts = time.perf_counter(), [each.context for each in question.documents]
+        started, contexts = time.perf_counter(), [self.context(each) for each in question.documents]
         whole, most = compose(contexts) if len(contexts) > 1 else contexts[0], longest(self.model.config)
         said = "".join((question.system, question.text, *(text for turn in question.turns for text in turn)))
         check_size(said, self.tokenizer, most)
@@ -143,6 +145,7 @@ class Embedded(Caches):
         rows = rows_of(decoding, self.tokenizer, [read] * len(seeds), seeds, self.stops, always=True)
         for row in rows:
             row.cancelled = lambda: question.cancelled
+            row.choose = contained(row.choose, question, next(iter(self.stops), 0))
         return AskedHere(question=question, context=whole, prompt=prompt, rows=rows, started=started)
 
     def answer(self, asked: Sequence[AskedHere]) -> None:
@@ -159,9 +162,10 @@ class Embedded(Caches):
             for place, token in generate.tokens(self.model, self.tokenizer, caches, prompts, limits, rows=rows):
                 (each, sample), row = owners[place], rows[place]
                 each.first = each.first or time.perf_counter()
-                each.question.on_token(sample, token)
+                if waits(each):
+                    each.question.on_token(sample, token)
                 left[id(each)] -= token in self.stops or len(row.answer) == limits[place] or row.ends()
-                if not left[id(each)]:
+                if not left[id(each)] and waits(each):
                     self.reply(each)
             for each in filter(waits, asked):  # those whose client left with the last token
                 self.reply(each)
@@ -178,3 +182,18 @@ class Embedded(Caches):
 
 def waits(asked: Asked) -> bool:
     return not asked.question.done.done()
+
+
+def contained(choose: Callable[[torch.Tensor], int], question: Question, token: int) -> Callable[[torch.Tensor], int]:
+    """Returns a row's `choose` whose errors, such as a grammar's, end its own question and not the batch."""
+
+    def chosen(logits: torch.Tensor) -> int:
+        try:
+            return choose(logits)
+        except Exception as error:
+            if not question.done.done():
+                question.done.set_exception(error)
+            question.cancelled = True
+            return token
+
+    return chosen

@@ -6,6 +6,7 @@ An engine compresses documents and answers questions about them. A new one is on
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from restorekv.compression.sampling import Decoding
 from restorekv.errors import RestoreKVError
 from restorekv.serve.variants import Variant
 
+FULL = {errno.ENOSPC, errno.EDQUOT}
+LACKING = FULL | {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.EAGAIN}
 Content = Callable[[], str | Path]  # gives a text or the path of a cache file, only where they are needed
 
 
@@ -31,6 +34,15 @@ class BusyError(RestoreKVError):
 
 class AwayError(RestoreKVError):
     """What the engine needs does not answer; the request was right."""
+
+
+def passing(error: BaseException | None) -> OSError | MemoryError | None:
+    """Returns what the machine lacked for the moment, if that is why an error was raised."""
+    while error is not None:
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in LACKING):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 @dataclass(frozen=True)

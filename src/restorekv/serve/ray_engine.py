@@ -226,7 +226,7 @@ def deployed(settings: Settings, spread: Spread, model: str, dtype: str, device:
         serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR", "enable_access_log": False})
         try:
             made = replica.deployment(spread.replicas, most, needed)
-            yield RayEngine(serve.run(made.bind(recipe), name=name, route_prefix=None), settings.waiting)
+            yield RayEngine(serve.run(made.bind(recipe), name=name, route_prefix=None), settings.limits.waiting)
         finally:
             if spread.ray != LOCAL:
                 serve.delete(name)

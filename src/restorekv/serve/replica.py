@@ -24,9 +24,8 @@ from restorekv.compression import generate
 from restorekv.errors import RestoreKVError
 from restorekv.files import locked
 from restorekv.model.load import load_model
-from restorekv.serve.caches import Held
 from restorekv.serve.embedded import Embedded
-from restorekv.serve.engine import Question, begin
+from restorekv.serve.engine import Document, Question, begin
 from restorekv.serve.router import ByDocument
 from restorekv.serve.run import check_loading
 from restorekv.serve.shared import Shared
@@ -94,7 +93,7 @@ class Replica:
         counted, now = self.engine.figures()
         return About(serve.get_replica_context().replica_id.unique_id, dict(counted), now)
 
-    async def held(self, place: Place) -> Held:
+    async def held(self, place: Place) -> Document:
         """Returns a document that is in memory, here or in the shared folder."""
         if held := await self.engine.stored(*place):
             return held

@@ -34,7 +34,7 @@ PROBE = "The code of the red house is seven, and the code of the blue house is n
 
 @dataclass(frozen=True)
 class Settings:
-    """Where and how to serve; `memory` and `disk` bound the bytes of documents, `waiting` the requests in line."""
+    """Where and how to serve; `memory` and `disk` bound the bytes of documents."""
 
     store: Path
     base: str
@@ -43,7 +43,6 @@ class Settings:
     port: int = 8080
     memory: int = 4 << 30
     disk: int = 100 << 30
-    waiting: int = 256
     shared: str | None = None  # the address of a folder of caches that several servers use
     keys: tuple[str, ...] = ()
     limits: Limits = field(default_factory=Limits)
@@ -63,7 +62,7 @@ def application(model: PreTrainedModel, tokenizer: Tokenizer, settings: Settings
     """Returns the application with the engine that the settings name."""
     store = store_of(settings)
     make = engine_class(settings.engine)
-    engine = make(model, tokenizer, store, settings.memory, settings.waiting, **settings.options)
+    engine = make(model, tokenizer, store, settings.memory, settings.limits.waiting, **settings.options)
     return application_of(engine, store, settings, lambda: check_loading(model, tokenizer))
 
 

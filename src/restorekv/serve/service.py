@@ -9,7 +9,8 @@ import logging
 import secrets
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,21 +21,27 @@ from restorekv.compression.answers import Growing
 from restorekv.errors import RestoreKVError
 from restorekv.serve import replies
 from restorekv.serve.documents import shown, text_of
-from restorekv.serve.engine import Document, Engine, Question, Reply, begin
+from restorekv.serve.engine import AwayError, BusyError, Document, Engine, Question, Reply, begin
 from restorekv.serve.requests import Attached, ChatRequest, conversation
 from restorekv.serve.store import FAILED, PROCESSED, Store, Upload
 from restorekv.serve.variants import Variant
 
 LOG = logging.getLogger("restorekv.serve")
+PATIENCE = 5.0  # seconds until an upload is tried again whose engine was away
+READERS = ThreadPoolExecutor(2, "restorekv-read")  # for files in requests, which may take long to read
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may cost: bytes of an upload or a body, tokens of an answer, seconds of a request."""
+    """What a request may cost: bytes of an upload or a body, tokens of an answer, seconds of a request.
+
+    At most `waiting` requests wait for documents, and as many questions for answers.
+    """
 
     upload: int = 64 << 20
     tokens: int = 1024
     seconds: float = 600.0
+    waiting: int = 256
 
 
 class ApiError(Exception):
@@ -51,6 +58,7 @@ class Service:
     def __init__(self, engine: Engine, store: Store, base: str, default: Variant, limits: Limits) -> None:
         self.engine, self.store, self.base, self.default, self.limits = engine, store, base, default, limits
         self.tasks: set[asyncio.Task] = set()
+        self.wanting = 0  # requests whose documents are not at hand yet
 
     async def create(self, file: UploadFile, purpose: str, seconds: int | None) -> Upload:
         """Stores an upload and begins to compress it."""
@@ -75,6 +83,10 @@ class Service:
         """Compresses an upload as the default variant."""
         try:
             await self.engine.document(upload.sha256, self.default, lambda: self.content(upload))
+        except AwayError:
+            await asyncio.sleep(PATIENCE)
+            if self.store.is_here(upload):
+                self.begin(upload)
         except Exception as error:  # whatever it is, the file has not been processed
             self.store.settle(upload, FAILED, problem_of(error))
         else:
@@ -92,16 +104,30 @@ class Service:
             raise ApiError(404, f"There is no file {name[:60]!r} here; upload it first.", "file_not_found")
         return upload
 
+    async def documents(self, parts: Sequence[tuple[str, str | Attached]], variant: Variant) -> list[Document]:
+        """Returns a request's documents, unless too many requests wait for theirs."""
+        if self.wanting >= self.limits.waiting:
+            raise BusyError
+        self.wanting += 1
+        try:
+            return [await self.document(*each, variant) for each in parts]
+        finally:
+            self.wanting -= 1
+
     async def document(self, kind: str, value: str | Attached, variant: Variant) -> Document:
         """Returns a document, from memory, from disk or compressed now; see `Part.document`."""
         if isinstance(value, Attached):
-            kind, value = "text", await asyncio.to_thread(text_of, value.name, value.content)
+            reading = asyncio.get_running_loop().run_in_executor(READERS, text_of, value.name, value.content)
+            kind, value = "text", await reading
         if kind == "text":
             return await self.engine.document(hashlib.sha256(value.encode()).hexdigest(), variant, lambda: value)
         upload = self.found(value)
         if upload.status == FAILED:
             raise ApiError(400, f"The file {upload.id} could not be processed: {upload.problem}")
-        return await self.engine.document(upload.sha256, variant, lambda: self.content(upload))
+        made = await self.engine.document(upload.sha256, variant, lambda: self.content(upload))
+        if made.fresh and not self.store.is_here(upload):
+            raise ApiError(404, f"The file {upload.id} was deleted while it was compressed.", "file_not_found")
+        return made
 
     async def complete(self, request: ChatRequest, gone: Callable[[], object]) -> Response:
         """Answers a chat request, whole or as a stream."""
@@ -115,7 +141,7 @@ class Service:
         """Hands a request to the engine; `kind` begins the id of the answer."""
         asked, variant = conversation(request.messages), Variant.parse(request.model, self.base)
         decoding = request.decoding(secrets.randbelow(2**31))
-        documents = [await self.document(*each, variant) for each in asked.documents]
+        documents = await self.documents(asked.documents, variant)
         made = sum(document.tokens for document in documents if document.fresh)
         question, future, tokens = begin(
             self.engine, documents=documents, turns=asked.turns, text=asked.question, system=asked.system,

@@ -8,6 +8,7 @@ With a shared folder, what is written here is written there too, and what is mis
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
 import sqlite3
 import threading
@@ -15,11 +16,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import BinaryIO
 
 from restorekv.errors import RestoreKVError
 from restorekv.files import replacing
+from restorekv.serve.documents import KINDS
 from restorekv.serve.shared import Shared
 
 SCHEMA = """
@@ -33,6 +35,7 @@ create table if not exists pending (sha256 text not null, key text not null, pri
 PERIOD = 60.0  # seconds between two looks at the shared folder
 UPLOADED, PROCESSED, FAILED = "uploaded", "processed", "error"
 PIECE = 1 << 20  # bytes
+OWN = re.compile(r"\.?(file-[0-9a-f]{24}|[0-9a-f]{32}\.rkv)(\..*\.tmp)?")  # names that this file makes
 
 
 @dataclass(frozen=True)
@@ -56,9 +59,12 @@ class Store:
     def __init__(self, folder: Path, disk: int, shared: Shared | None = None) -> None:
         self.folder, self.disk, self.shared, self.lock = folder, disk, shared, threading.RLock()
         self.fetched: set[str] = set()  # caches that came from the shared folder and were not yet found whole
+        self.fetching = threading.Lock()
         self.telling, self.news, self.closed = threading.Lock(), threading.Event(), False
         self.on_drop: Callable[[str], object] = bool  # takes the key of every cache that goes
-        self.on_delete: Callable[[str], object] = bool  # takes the sha256 of every content that nobody has any more
+        self.on_delete: Callable[[str], object] = bool  # takes the SHA-256 of every content that no upload has
+        if not (folder / "index.sqlite").exists() and any(map(is_own, folder.glob("files/*"))):
+            raise RestoreKVError(f"The store {folder} has files and no index; move the whole folder away.")
         for name in ("files", "caches", "damaged"):
             (folder / name).mkdir(parents=True, exist_ok=True)
         try:
@@ -66,7 +72,9 @@ class Store:
             self.rows.execute("pragma journal_mode = wal")
             self.rows.executescript(SCHEMA)
         except sqlite3.DatabaseError as error:
-            raise RestoreKVError(f"The store {folder} has a damaged index ({error}); move it away.") from None
+            raise RestoreKVError(
+                f"The store {folder} has a damaged index ({error}); move the whole folder away."
+            ) from None
         self.tidy()
         if shared:
             threading.Thread(target=self.keep_up, name="restorekv-shared", daemon=True).start()
@@ -76,11 +84,9 @@ class Store:
         with self.lock:
             known = {row[0] for row in self.rows.execute("select id from files")}
             kept = {row[0] for row in self.rows.execute("select key from caches")}
-            for path in (self.folder / "files").iterdir():
-                if path.name not in known:
-                    path.unlink(missing_ok=True)
-            for path in (self.folder / "caches").iterdir():
-                if path.stem not in kept or path.suffix != ".rkv":
+            wanted = {self.file(name) for name in known} | {self.cache(key) for key in kept}
+            for path in [*self.folder.glob("files/*"), *self.folder.glob("caches/*")]:
+                if path not in wanted and is_own(path):
                     path.unlink(missing_ok=True)
             for name in known:
                 if not self.file(name).exists():
@@ -96,8 +102,12 @@ class Store:
         return self.folder / "caches" / f"{key}.rkv"
 
     def add(self, name: str, purpose: str, content: BinaryIO, seconds: int | None = None) -> Upload:
-        """Stores an upload, a piece at a time; it expires after so many seconds, if given."""
-        own, created, digest, size = f"file-{secrets.token_hex(12)}", int(time.time()), hashlib.sha256(), 0
+        """Stores an upload, a piece at a time; it expires after so many seconds, if given.
+
+        Its SHA-256 is that of its content, behind how the content is read, where it is not as plain text.
+        """
+        own, created, size = f"file-{secrets.token_hex(12)}", int(time.time()), 0
+        digest = hashlib.sha256(({".rkv": "rkv"} | KINDS).get(PurePath(name).suffix.lower(), "").encode())
         with replacing(self.file(own)) as temporary, temporary.open("wb") as file:
             while piece := content.read(PIECE):
                 digest.update(piece)
@@ -105,8 +115,12 @@ class Store:
         made = Upload(
             own, digest.hexdigest(), name, purpose, size, created, seconds and created + seconds, UPLOADED, ""
         )
-        with self.lock:
-            self.rows.execute("insert into files values (?, ?, ?, ?, ?, ?, ?, ?, ?)", tuple(vars(made).values()))
+        try:
+            with self.lock:
+                self.rows.execute(f"insert into files values ({', '.join('?' * 9)})", tuple(vars(made).values()))
+        except sqlite3.Error:
+            self.file(own).unlink()
+            raise
         return made
 
     def get(self, name: str) -> Upload | None:
@@ -133,8 +147,16 @@ class Store:
         """Records how processing an upload ended; of one that was deleted meanwhile, no cache stays."""
         with self.lock:
             change = "update files set status = ?, problem = ? where id = ?"
-            if not self.rows.execute(change, (status, problem, upload.id)).rowcount:
+            self.rows.execute(change, (status, problem, upload.id))
+            self.is_here(upload)
+
+    def is_here(self, upload: Upload) -> bool:
+        """Returns whether an upload was not deleted; of one that was, no cache stays."""
+        with self.lock:
+            here = self.rows.execute("select 1 from files where id = ?", (upload.id,)).fetchone()
+            if not here:
                 self.drop_unused(upload.sha256)
+            return bool(here)
 
     def delete(self, name: str) -> bool:
         """Removes an upload, and the caches that only it needs; returns whether it was there."""
@@ -187,16 +209,23 @@ class Store:
             return bool(self.rows.execute("select 1 from caches where key = ?", (key,)).fetchone())
 
     def find(self, key: str, sha256: str) -> Path | None:
-        """Returns the file of a cache, and notes that it was used; may fetch it."""
+        """Returns the file of a cache, which may have to be fetched."""
+        return self.here(key) or (self.here(key) if self.fetch(key, sha256) else None)
+
+    def here(self, key: str) -> Path | None:
+        """Returns the file of a cache that is here, and notes that it was used."""
         with self.lock:
-            if self.rows.execute("update caches set used = ? where key = ?", (time.time(), key)).rowcount:
-                self.fetched.discard(key)
-                return self.cache(key)
-        if self.shared is None or not self.shared.get(sha256, key, self.cache(key), self.disk):
-            return None
-        self.keep(key, sha256)
-        self.fetched.add(key)
-        return self.cache(key)
+            if not self.rows.execute("update caches set used = ? where key = ?", (time.time(), key)).rowcount:
+                return None
+            return self.cache(key)
+
+    def fetch(self, key: str, sha256: str) -> bool:
+        """Copies a cache from the shared folder, if it has one that is not here yet; returns whether it is here."""
+        with self.fetching:
+            if not self.has(key) and self.shared and self.shared.get(sha256, key, self.cache(key), self.disk):
+                self.keep(key, sha256)
+                self.fetched.add(key)
+            return self.has(key)
 
     def set_aside(self, key: str, sha256: str) -> None:
         """Moves a damaged cache away, where it was fetched from as well; it is made again when it is needed."""
@@ -264,3 +293,8 @@ class Store:
             self.closed = True
             self.news.set()
             self.rows.close()
+
+
+def is_own(path: Path) -> bool:
+    """Returns whether a file has a name that the store gives; the folder may hold a user's own files, too."""
+    return bool(OWN.fullmatch(path.name))

@@ -31,7 +31,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.model.load import model_fingerprint
 from restorekv.model.prompt import Context, default_between, fit, make_context
 from restorekv.model.shape import CacheShape
-from restorekv.serve.caches import Asked, Caches, Held
+from restorekv.serve.caches import Asked, Caches
 from restorekv.serve.engine import Content, Document, Question, Reply, admit, until_left
 from restorekv.serve.portables import Portables
 from restorekv.serve.store import Store
@@ -182,7 +182,7 @@ class Vllm(Caches):
         started, decoding, documents = time.perf_counter(), question.decoding, question.documents
         if any(getattr(decoding, name) != getattr(Decoding(), name) for name in UNSUPPORTED):
             raise RestoreKVError(f"The engine vllm has no {', '.join(UNSUPPORTED)}; leave them out.")
-        held = [each for each in documents if isinstance(each, Held)]
+        held = [self.context(each) for each in documents if not isinstance(each, Whole)]
         if held and len(held) < len(documents):
             raise RestoreKVError("A .rkv file cannot stand beside documents in the full cache; choose a method.")
         rows = [Row(decoding, self.tokenizer, torch.empty(1, 0, dtype=torch.long), decoding.seed + number)
@@ -194,8 +194,8 @@ class Vllm(Caches):
             context = joined([each.context for each in documents])
             size, prompt = (*full_size(self.model, context.positions), {}), self.prompt(question, context)
             return AskedThere(**begun, context=context, held=size, prompt=prompt, document=context.ids[0].tolist())
-        whole = compose([each.context for each in held]) if len(held) > 1 else held[0].context
-        name, manifest = tuple(self.key(each.sha256, each.variant) for each in held), whole.manifest
+        whole = compose(held) if len(held) > 1 else held[0]
+        name, manifest = tuple(self.key(each.sha256, each.variant) for each in documents), whole.manifest
         prompt = self.prompt(question, whole.context)
         ids = self.portables.take(name, whole)
         size = manifest.pairs_held, manifest.bytes_held, manifest.seconds

@@ -1,0 +1,257 @@
+"""What goes wrong around requests: users' own files, full disks, deletions, engines that are away, the server's end."""
+
+import errno
+import gc
+import io
+import os
+import sqlite3
+import threading
+import time
+import weakref
+from base64 import b64encode
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+openai = pytest.importorskip("openai")
+
+from restorekv.compression.context import CompressedContext  # noqa: E402
+from restorekv.compression.generate import BATCH  # noqa: E402
+from restorekv.errors import CacheFileError, RestoreKVError  # noqa: E402
+from restorekv.model.shape import decoder  # noqa: E402
+from restorekv.serve import service, shared  # noqa: E402
+from restorekv.serve.caches import Caches  # noqa: E402
+from restorekv.serve.engine import AwayError  # noqa: E402
+from restorekv.serve.service import Limits  # noqa: E402
+from restorekv.serve.store import Store  # noqa: E402
+from restorekv.serve.variants import Variant  # noqa: E402
+from tests.helpers.models import build_model  # noqa: E402
+from tests.serve.test_server import OTHER, TEXT, about, ask, client_of, serving, until  # noqa: E402
+
+MUCH, SHA = 1 << 30, "ab" * 32
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build_model("qwen3")
+
+
+@pytest.fixture
+def client(model, tiny_tokenizer, tmp_path):
+    with serving(model, tiny_tokenizer, tmp_path, limits=Limits(tokens=64, waiting=8)) as url:
+        yield client_of(url)
+
+
+@pytest.fixture
+def slow(model):
+    """Events: the thread that compresses waits for `go` between two layers once `stop` is set, and is `inside` then."""
+    stop, inside, go = threading.Event(), threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        if threading.current_thread().name == "restorekv-compress" and stop.is_set():
+            inside.set()
+            go.wait(30)
+
+    hook = decoder(model).layers[1].register_forward_pre_hook(wait)
+    yield stop, inside, go
+    go.set()
+    hook.remove()
+
+
+def upload(client, text=TEXT, name="doc.txt", wait=True):
+    made = client.files.create(file=(name, text.encode()), purpose="user_data")
+    return client.files.wait_for_processing(made.id, poll_interval=0.02) if wait else made
+
+
+def test_a_users_own_files_stay(tmp_path):
+    own = [tmp_path / "files" / "thesis.txt", tmp_path / "caches" / "thumb.png", tmp_path / "files" / "photos" / "a"]
+    for path in own:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    left = tmp_path / "caches" / f"{SHA[:32]}.rkv"
+    left.write_text("of a server that was killed")
+    Store(tmp_path, MUCH).close()
+    assert all(path.exists() for path in own) and not left.exists()
+
+
+def test_uploads_without_their_index_are_not_deleted(tmp_path):
+    store = Store(tmp_path, MUCH)
+    made = store.add("a.txt", "user_data", io.BytesIO(b"text"))
+    store.close()
+    (tmp_path / "index.sqlite").rename(tmp_path / "away")
+    with pytest.raises(RestoreKVError, match="has files and no index; move the whole folder away"):
+        Store(tmp_path, MUCH)
+    (tmp_path / "away").rename(tmp_path / "index.sqlite")
+    store = Store(tmp_path, MUCH)
+    assert store.content(made.id) == b"text"
+    store.close()
+
+
+def test_an_upload_whose_row_does_not_fit_leaves_no_file(tmp_path):
+    store = Store(tmp_path, MUCH)
+    store.rows.execute("pragma query_only = 1")
+    with pytest.raises(sqlite3.OperationalError):
+        store.add("a.txt", "user_data", io.BytesIO(b"text"))
+    assert not list((tmp_path / "files").iterdir())
+    store.close()
+
+
+def test_bytes_are_another_document_under_another_ending(tmp_path):
+    store = Store(tmp_path, MUCH)
+    page = [
+        store.add(name, "x", io.BytesIO(b"<p>a</p>")).sha256 for name in ("a.txt", "a.md", "a.html", "a.HTM", "a.rkv")
+    ]
+    assert page[0] == page[1] and page[2] == page[3] and len(set(page)) == 3
+    store.close()
+
+
+def test_an_answer_that_leaves_its_grammar_harms_no_other(client):
+    """llguidance gives this schema up while it is followed."""
+    made = upload(client)
+    many = {"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/x"}}] * 400}
+    form = {"name": "x", "schema": {"$defs": {"x": many}, "$ref": "#/$defs/x"}}
+
+    def one(number: int) -> str:
+        more = {"response_format": {"type": "json_schema", "json_schema": form}} if number == 2 else {}
+        try:
+            return ask(client, about(made, question=f"{number}?"), **more).choices[0].finish_reason
+        except openai.BadRequestError as error:
+            return error.message
+
+    with ThreadPoolExecutor(4) as pool:
+        ended = list(pool.map(one, range(4)))
+    assert "grammar" in ended.pop(2) and set(ended) <= {"stop", "length"}
+
+
+def test_a_document_deleted_while_it_is_compressed_otherwise_leaves_nothing(client, slow, tmp_path):
+    made, (stop, inside, go) = upload(client), slow
+    stop.set()
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask, client, about(made), "tiny:snapkv-0.2")
+        assert inside.wait(30)
+        client.files.delete(made.id)
+        go.set()
+        with pytest.raises(openai.NotFoundError, match="was deleted while it was compressed"):
+            asking.result()
+    assert not list((tmp_path / "files").iterdir()) and not list((tmp_path / "caches").iterdir())
+
+
+def test_requests_that_wait_for_documents_are_counted(client, slow):
+    stop, _, go = slow
+    stop.set()
+    with ThreadPoolExecutor(9) as pool:
+        texts = [b64encode(f"{number} {OTHER}".encode()).decode() for number in range(9)]
+        files = [{"type": "file", "file": {"filename": "a.txt", "file_data": text}} for text in texts]
+        parts = [[file, {"type": "text", "text": "Who?"}] for file in files]
+        asking = [pool.submit(ask, client, [{"role": "user", "content": each}]) for each in parts]
+        until(lambda: any(each.done() for each in asking))
+        go.set()
+        ended = [each.exception() for each in asking]
+    assert [type(each) for each in ended if each] == [openai.RateLimitError]
+
+
+def test_the_end_waits_for_no_compression_and_the_next_start_goes_on(model, tiny_tokenizer, tmp_path, slow):
+    stop, inside, go = slow
+    with serving(model, tiny_tokenizer, tmp_path) as url:
+        stop.set()
+        made = [upload(client_of(url), f"{number} {TEXT}", wait=False) for number in range(5)]
+        assert inside.wait(30)
+        threading.Timer(0.5, go.set).start()
+    stop.clear()
+    store = Store(tmp_path, MUCH)
+    assert [each.status for each in store.list()] == ["uploaded"] * 5 and not list((tmp_path / "caches").iterdir())
+    store.close()
+    with serving(model, tiny_tokenizer, tmp_path) as url:
+        for each in made:
+            assert client_of(url).files.wait_for_processing(each.id, poll_interval=0.02).status == "processed"
+
+
+def test_an_upload_outlasts_an_engine_that_is_away(client, monkeypatch):
+    monkeypatch.setattr(service, "PATIENCE", 0.1)
+    real, left = Caches.fetch, [AwayError("vLLM does not answer; ask again in a moment.")] * 2
+
+    def fetch(self, *order):
+        if left:
+            raise left.pop()
+        return real(self, *order)
+
+    monkeypatch.setattr(Caches, "fetch", fetch)
+    assert upload(client).status == "processed" and not left
+
+
+def test_a_full_disk_is_507_and_too_many_open_files_503(client, monkeypatch):
+    made = upload(client)
+    for number, status in {errno.ENOSPC: 507, errno.EMFILE: 503}.items():
+
+        def save(*_: object, number: int = number) -> None:
+            try:
+                raise OSError(number, os.strerror(number))
+            except OSError as error:
+                raise CacheFileError(f"/secret/place cannot be written ({error.strerror}); choose another.") from None
+
+        with monkeypatch.context() as patched, pytest.raises(openai.APIStatusError) as told:
+            patched.setattr(CompressedContext, "save", save)
+            ask(client, about(made), f"tiny:snapkv-0.{number}")
+        assert told.value.status_code == status
+        assert "secret" not in str(told.value) and os.strerror(number) in str(told.value)
+
+
+def test_a_sound_cache_that_cannot_be_read_now_stays(model, tiny_tokenizer, tmp_path, monkeypatch):
+    caches, variant = (
+        Caches(model, tiny_tokenizer, Store(tmp_path, MUCH), MUCH),
+        Variant.parse("tiny:snapkv-0.4", "tiny"),
+    )
+    made = caches.fetch(SHA, variant, lambda: TEXT)
+    caches.held.clear()
+
+    def load(*_: object) -> None:
+        try:
+            raise OSError(errno.EMFILE, "Too many open files")
+        except OSError as error:
+            raise CacheFileError(f"Cannot read ({error.strerror}).") from None
+
+    with monkeypatch.context() as patched, pytest.raises(CacheFileError):
+        patched.setattr(CompressedContext, "load", load)
+        caches.context(made)
+    assert not list((tmp_path / "damaged").iterdir())
+    assert caches.context(made).ask("Which?", 4) and caches.counts["loaded"] == 1
+
+
+def test_a_slow_shared_folder_holds_up_no_local_document(model, tiny_tokenizer, tmp_path, monkeypatch):
+    store = Store(tmp_path / "store", MUCH, shared.Shared(f"file://{tmp_path}/shared"))
+    caches, variant = Caches(model, tiny_tokenizer, store, MUCH), Variant.parse("tiny:snapkv-0.4", "tiny")
+    made, inside, go = caches.fetch(SHA, variant, lambda: TEXT), threading.Event(), threading.Event()
+    caches.held.clear()
+    monkeypatch.setattr(shared.Shared, "get", lambda *_: inside.set() or (go.wait(30) and False))
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(caches.loaded, "0" * 32, "cd" * 32)
+        assert inside.wait(30) and caches.context(made) is not None and not other.done()
+        go.set()
+        assert other.result() is None
+    store.close()
+
+
+def test_questions_that_wait_hold_no_cache(model, tiny_tokenizer, tmp_path, monkeypatch):
+    """--memory bounds what is held, beside the batch that is answered now."""
+    seen, load = [], CompressedContext.load
+
+    def loaded(*told: object) -> CompressedContext:
+        made = load(*told)
+        seen.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(CompressedContext, "load", loaded)
+    with serving(model, tiny_tokenizer, tmp_path, memory=1, limits=Limits(tokens=64)) as url:
+        client = client_of(url)
+        made = [upload(client, f"{number} {TEXT}") for number in range(3 * BATCH)]
+        busy, go = threading.Event(), threading.Event()
+        hook = decoder(model).layers[0].register_forward_pre_hook(lambda *_: busy.set() or (go.wait(30) and None))
+        with ThreadPoolExecutor(3 * BATCH) as pool:
+            asking = [pool.submit(ask, client, about(each)) for each in made]
+            assert busy.wait(30)
+            time.sleep(1)
+            gc.collect()
+            assert sum(each() is not None for each in seen) <= BATCH + 2
+            go.set()
+            assert all(each.result().choices for each in asking)
+        hook.remove()
