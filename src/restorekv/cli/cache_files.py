@@ -7,7 +7,7 @@ import typer
 
 from restorekv.cli import options
 from restorekv.cli.compress import summary
-from restorekv.cli.session import notes, open_documents, print_figures, read_text
+from restorekv.cli.session import check_apart, notes, open_documents, print_figures, read_text
 from restorekv.compression.context import size
 from restorekv.compression.growing import RESTORE
 from restorekv.compression.several import compose as compose_documents
@@ -29,6 +29,7 @@ def append(
     sign_key: options.SignKey = None,
 ) -> None:
     one_of("--restore", restore, RESTORE)
+    check_apart(out, text)
     key, added = read_key(sign_key), read_text(text)
     (document,) = open_documents([file], model, dtype, device, key)
     with notes.status("appending"):

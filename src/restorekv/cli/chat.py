@@ -1,5 +1,6 @@
 """`restorekv chat doc.rkv`: a conversation over a cache file in the terminal."""
 
+import os
 import sys
 import time
 from collections.abc import Iterable
@@ -46,13 +47,14 @@ def run(
     decoding = options.Sampling(**sampling).decoding()
     if resume and system:
         raise RestoreKVError("A conversation goes on with its own --system; leave it out.")
-    (document,) = open_documents([file], model, dtype, device, read_key(sign_key))
+    key = read_key(sign_key)
+    (document,) = open_documents([file], model, dtype, device, key)
     chat = Chat.load(resume, document) if resume else document.chat(system)
-    talk(chat, max_new_tokens, decoding)
+    talk(chat, max_new_tokens, decoding, key)
 
 
-def talk(chat: Chat, max_new_tokens: int, decoding: dict) -> None:
-    """Reads questions and commands until the input ends."""
+def talk(chat: Chat, max_new_tokens: int, decoding: dict, key: bytes | None) -> None:
+    """Reads questions and commands until the input ends; `key` signs the documents that /save writes."""
     if sys.stdin is None:
         raise RestoreKVError("The standard input is closed; type questions or pipe them in, one a line.")
     m = chat.document.manifest
@@ -63,7 +65,7 @@ def talk(chat: Chat, max_new_tokens: int, decoding: dict) -> None:
             if line.startswith("/"):
                 if line.split()[0] in ("/quit", "/exit"):
                     return
-                command(chat, line)
+                command(chat, line, key)
             elif line:
                 answer(chat, line, max_new_tokens, decoding)
         except RestoreKVError as error:
@@ -107,12 +109,14 @@ def answer(chat: Chat, question: str, max_new_tokens: int, decoding: dict) -> No
     )
 
 
-def command(chat: Chat, line: str) -> None:
+def command(chat: Chat, line: str, key: bytes | None) -> None:
     """Carries out a command that begins with a slash."""
     name, _, rest = line.partition(" ")
     match name:
         case "/undo":
-            count = int(rest) if rest.strip().isdigit() else 1
+            if rest.strip() and not rest.strip().isdecimal():
+                raise RestoreKVError("Give a number of turns after /undo, or nothing for one.")
+            count = int(rest or 1)
             chat.undo(count)
             notes.print(f"Turns taken back: {count}; {len(chat.turns)} are left.")
         case "/history":
@@ -127,10 +131,10 @@ def command(chat: Chat, line: str) -> None:
         case "/save":
             if not rest.strip():
                 raise RestoreKVError("Give a file after /save.")
-            path = Path(rest.strip()).expanduser()
+            path = Path(os.path.expanduser(rest.strip()))  # which leaves the home of an unknown user as it is
             check_target(path)
             if path.suffix == ".rkv":
-                chat.document.save(path)
+                chat.document.save(path, key)
             else:
                 chat.save(path)
             notes.print(f"Wrote {escape(str(path))}.")

@@ -9,7 +9,7 @@ import typer
 
 from restorekv.cache.quantized import check as check_storage
 from restorekv.cli import folder, options
-from restorekv.cli.session import method_of, notes, open_model, print_figures, read_text
+from restorekv.cli.session import check_apart, method_of, notes, open_model, print_figures, read_text
 from restorekv.compression.budget import exact_ratio
 from restorekv.compression.compressor import chosen_evictor, compress
 from restorekv.compression.context import CompressedContext, size
@@ -64,6 +64,7 @@ def run(
     if ray:
         raise RestoreKVError("--ray spreads the documents of a folder; leave it out for one text.")
     check_target(out)
+    check_apart(out, file)
     compress_file(file, out, recipe, json)
 
 

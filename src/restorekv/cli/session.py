@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -39,6 +40,12 @@ def read_text(name: str) -> str:
     return text
 
 
+def check_apart(out: Path, text: str) -> None:
+    """Refuses to write over the text that is read."""
+    if text != "-" and out.exists() and Path(text).exists() and out.samefile(text):
+        raise RestoreKVError(f"{out} is the text itself; choose another name for the cache file.")
+
+
 def quiet() -> None:
     """Keeps transformers' remarks and progress bars from the terminal."""
     logging.set_verbosity_error()
@@ -61,7 +68,8 @@ def open_documents(
     """Reads cache files of one model, which wrong files are refused before, and loads them; None: as the first says."""
     stored = [read(each, key) for each in files]
     first = stored[0].manifest
-    loaded, tokenizer = open_model(model or first.model, dtype or first.dtype, device, yarn_of(first.rope))
+    dtype = getattr(torch, first.dtype) if dtype in (None, "auto") else dtype
+    loaded, tokenizer = open_model(model or first.model, dtype, device, yarn_of(first.rope))
     return [CompressedContext.load(each, loaded, tokenizer) for each in stored]
 
 
@@ -134,5 +142,5 @@ def print_figures(title: str, rows: dict[str, str]) -> None:
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows.items():
-        table.add_row(name, value)
+        table.add_row(escape(name), escape(value))
     output.print(table)

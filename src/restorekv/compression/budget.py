@@ -63,7 +63,7 @@ class Budget:
         on_small_budget: OnSmallBudget = "error",
     ) -> "Budget":  # fmt: skip
         """Returns the budget of an absolute number of pairs per head, on average: B = count * L * H."""
-        if isinstance(count, bool) or int(count) != count or count < 1:
+        if isinstance(count, bool) or not isinstance(count, int | float) or count != count // 1 or count < 1:
             raise BudgetError(f"tokens_per_head is a whole number of at least 1, not {count!r}.")
         if count > tokens:
             raise BudgetError(f"tokens_per_head={count} is more than the {tokens} tokens there are; lower it.")

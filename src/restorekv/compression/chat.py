@@ -49,7 +49,7 @@ class Turn:
     seconds: tuple[float, float] = (0.0, 0.0)
 
 
-@dataclass
+@dataclass(eq=False)
 class Chat:
     """A conversation over `document`. `system` is said once, between the text and the first question.
 
@@ -90,6 +90,8 @@ class Chat:
 
     async def ask_async(self, question: str, max_new_tokens: int = 512, **options: Any) -> str | Answer:
         """Answers as `ask` does while other tasks of the event loop go on."""
+        if options.get("stream"):
+            raise RestoreKVError("Use ask with stream=True in a thread to get the pieces of an answer.")
         return await asyncio.to_thread(partial(self.ask, question, max_new_tokens, **options))
 
     @contextmanager
@@ -136,7 +138,9 @@ class Chat:
         answer = answer_of(document.tokenizer, written, stops, len(ids), rows and rows[0])
         if decoding.stop and (cut := first_stop(decoding.stop, document.tokenizer.decode(written))) is not None:
             kept = [n for n in range(1, len(written)) if len(document.tokenizer.decode(written[:n])) <= cut]
-            answer = replace(answer, ids=answer.ids[: max(kept, default=1)])  # a stop string is not part of the turn
+            end = max(kept, default=1)  # a stop string is not part of the turn
+            parts = {name: getattr(answer, name) for name in ("ids", "logprobs", "top")}
+            answer = replace(answer, **{name: part and part[:end] for name, part in parts.items()})
             self.cut_to(self.columns - len(written) + len(answer.ids))
         self.turns.append(Turn(question, answer, tuple(ids), (times[0], times[-1])))
 

@@ -62,9 +62,9 @@ def compress(
     `prefix_policy`, `on_small_budget`, `allocation`, `restore_from` and `offset` are those of `CompressionConfig`.
     `storage` "int8" or "fp8" stores the kept pairs in 8 bits a number. `streaming` compresses while the prefill reads
     so many tokens at a time and never holds the full cache: an approximation, see streaming.py. `offload` keeps all but
-    one layer of the full cache in a temporary file, on a GPU in the host's memory, and changes nothing else. `between`
-    separates the text from every question (None: what the tokenizer's config names, or a blank line). `max_context`
-    "cut" drops the end of a context that is too long for the model's positions, instead of refusing it.
+    one layer of the full cache in a temporary file, on a GPU in the host's memory. `between` separates the text from
+    every question (None: what the tokenizer's config names, or a blank line). `max_context` "cut" drops the end of a
+    context that is too long for the model's positions. With ratio=1 nothing is lost and "auto" restores nothing.
     """
     quantized.check(storage)
     conventions = CompressionConfig(prefix_policy, on_small_budget, allocation, restore_from, offset)
@@ -74,7 +74,8 @@ def compress(
     between = default_between(tokenizer) if between is None else between
     parsed, cut = fit(model, make_context(tokenizer, text, between, system), max_context, offset)
     size = model, parsed, conventions, ratio, tokens_per_head
-    budget_for(*size)  # refuses a bad ratio before any work is done
+    if budget_for(*size).ratio == 1 and isinstance(adapter, str) and adapter == "auto":  # also refuses a bad ratio
+        adapter = restore_tokens = None
     restorer = load_adapter(model, adapter, compressor, restore_tokens, parsed.between)
     budget = budget_for(*size, restorer.restore_tokens if restorer else 0)
     chosen = (replace(compressor, adapter=restorer) if restorer else compressor).suited_to(parsed, budget)
@@ -85,9 +86,8 @@ def compress(
         cache, seconds = prepared.evict_timed(budget, consume=True)
         with timed(seconds, "evict"):
             cache.store(storage)
-        manifest = describe(
-            tokenizer, chosen, prepared, budget, cache, prepared.seconds | seconds, storage, cut, system
-        )
+        seconds = prepared.seconds | seconds
+        manifest = describe(tokenizer, chosen, prepared, budget, cache, seconds, storage, cut, system)
     del prepared  # and what is left of the full cache
     trim_heap()
     return CompressedContext(model, tokenizer, parsed, cache, manifest, chosen)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ from restorekv.model.prompt import Context, encode, template_hash, token_ids
 from restorekv.restore.adapter import RestoreAdapter
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class CompressedContext:
     """`cache` never changes: every question gets a fork of it, and the cache itself refuses to be written to."""
 
@@ -41,7 +42,7 @@ class CompressedContext:
     context: Context
     cache: RaggedCache
     manifest: Manifest
-    compressor: Compressor | None = field(default=None, compare=False)  # what made it, in the process that made it
+    compressor: Compressor | None = None  # what made it, in the process that made it
 
     def __post_init__(self) -> None:
         attention.prepare(self.cache.layers)
@@ -79,11 +80,13 @@ class CompressedContext:
         said = [answers.shown(each, details, decoding.samples) for each in written]
         return said[0] if single else said
 
-    async def ask_async(self, question: str | Sequence[str], **options: Any) -> str | list | Answer:
+    async def ask_async(
+        self, question: str | Sequence[str], max_new_tokens: int | Sequence[int] = 128, **options: Any
+    ) -> str | list | Answer:
         """Answers as `ask` does, with its options, while other tasks of the event loop go on."""
         if options.get("stream"):
             raise RestoreKVError("Use stream_async to get the pieces of an answer.")
-        return await asyncio.to_thread(partial(self.ask, question, **options))
+        return await asyncio.to_thread(partial(self.ask, question, max_new_tokens, **options))
 
     async def stream_async(self, question: str, **options: Any) -> AsyncIterator[str]:
         """Yields the pieces of an answer, as `ask` with stream=True does, while other tasks go on."""
@@ -143,9 +146,9 @@ class CompressedContext:
     def grower(self, adapter: RestoreAdapter | str | Path | None, evictor: str | None) -> Eviction:
         """Returns the eviction that made this cache, or one like it for a cache that was loaded."""
         m, made = self.manifest, self.compressor
-        if isinstance(made, Eviction) and evictor is None and adapter == "auto":
-            return replace(made, streaming=None, scoring=True)
-        name = evictor or m.evictor.partition(":gate=")[0]
+        if isinstance(made, Eviction) and evictor is None and adapter in ("auto", None):
+            return replace(made, streaming=None, scoring=True, adapter=made.adapter if adapter == "auto" else None)
+        name = evictor or re.sub(r"gate=[^,]*,?", "", m.evictor).rstrip(":,")  # a digest, from which no file follows
         how = make_compressor(name)
         if not isinstance(how, Eviction):
             raise RestoreKVError(f"{name} makes a cache that cannot grow; compress the whole text with an evictor.")
@@ -156,6 +159,10 @@ class CompressedContext:
         if adapter is None or (adapter == "auto" and m.adapter is None):
             return how
         loaded = load_adapter(self.model, adapter, how, None, m.between)
+        if loaded is None and m.adapter:
+            raise RestoreKVError("The adapter that made this cache is not at hand; give its folder, or adapter=None.")
+        if loaded and m.adapter and m.adapter["restore_tokens"] < loaded.restore_tokens:
+            loaded = loaded.first(m.adapter["restore_tokens"])
         if loaded and m.adapter and loaded.identity()["hash"] != m.adapter["hash"]:
             warn("The cache was made with another adapter than the one that goes on with it.")
         return replace(how, adapter=loaded)
@@ -175,12 +182,20 @@ class CompressedContext:
         return {name: x.to(self.model.device) for name, x in answers.generate_inputs(*asked).items()}
 
     def generate(self, question: str, answer_prefix: str = "", **options: Any) -> str:
-        """Returns the answer of transformers' own `generate` with its options; greedy unless they say otherwise."""
+        """Returns the answer of transformers' own `generate` with its options.
+
+        It is greedy and has at most 128 tokens, unless the options or their generation_config say otherwise.
+        """
         inputs = self.inputs(question, answer_prefix)
-        stops = generate.stop_ids(self.model, self.tokenizer)
-        options = {"do_sample": False, "max_new_tokens": 128, "eos_token_id": sorted(stops), **options}
-        options.setdefault("pad_token_id", self.tokenizer.pad_token_id or 0)
-        rows = max(options.get("num_beams", 1), options.get("num_return_sequences", 1))
+        stops, config = generate.stop_ids(self.model, self.tokenizer), options.get("generation_config")
+        usual = {} if config else {"do_sample": False, "max_new_tokens": 128}
+        options = {**usual, "eos_token_id": sorted(stops), "pad_token_id": self.tokenizer.pad_token_id or 0, **options}
+        rows, several, detailed = (
+            options.get(name) or getattr(config, name, None) or 1
+            for name in ("num_beams", "num_return_sequences", "return_dict_in_generate")
+        )
+        if several > 1 or detailed is True:
+            raise RestoreKVError("generate returns one text; for more, call model.generate with `inputs` yourself.")
         with torch.no_grad():
             result = self.model.generate(**inputs, past_key_values=self.cache.fork(rows), **options)
         written = result[0, inputs["input_ids"].shape[1] :].tolist()

@@ -87,12 +87,12 @@ def check_model(path: object, manifest: Manifest, model: PreTrainedModel) -> Non
             f"{path} was made with RoPE {manifest.rope}, the model has {rope_fingerprint(model.config)}; "
             "load the model with the same RoPE configuration."
         )
+    if manifest.dtype != str(model.dtype).removeprefix("torch."):
+        raise CacheFileError(f"{path} holds {manifest.dtype}; load the model with dtype={manifest.dtype!r}.")
     if manifest.fingerprint != model_fingerprint(model):
         raise CacheFileError(f"{path} was made with another model ({manifest.model}); load that one.")
     if manifest.shape != vars(CacheShape.of(model)):
         raise CacheFileError(f"{path} records a shape that is not the model's; compress the context again.")
-    if manifest.dtype != str(model.dtype).removeprefix("torch."):
-        raise CacheFileError(f"{path} holds {manifest.dtype}; load the model with dtype={manifest.dtype!r}.")
 
 
 def check_tensors(tensors: Mapping[str, Tensor], manifest: Manifest) -> None:

@@ -30,7 +30,7 @@ from restorekv.compression.prepared import (
 from restorekv.compression.streaming import StreamedContext, parts, read_part
 from restorekv.errors import AdapterError, RestoreKVError, warn
 from restorekv.model import attention
-from restorekv.model.load import SHIPPING, canonical, model_name, shipped_path
+from restorekv.model.load import SHIPPING, canonical, model_fingerprint, model_name, shipped_path
 from restorekv.model.offload import offloaded
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context, make_context, tell_beyond
@@ -38,6 +38,8 @@ from restorekv.model.shape import CacheShape
 from restorekv.restore import publish
 from restorekv.restore.adapter import RestoreAdapter
 
+LOADED = 4  # adapters of a model that stay loaded, in this attribute of it
+ADAPTERS = "_restorekv_adapters"
 METHODS: dict[str, type[Compressor]] = {"am-fast": AttentionMatching}  # besides eviction by each of the evictors
 
 
@@ -104,6 +106,8 @@ class Eviction(Compressor):
             context = make_context(tokenizer, context)
         tell_beyond(model, context.positions, "The context")
         if self.streaming is not None:
+            if offload:
+                raise RestoreKVError("streaming never holds the full cache that offload moves; leave out one of them.")
             how = self.evictor, self.conventions, self.streaming, self.adapter
             return StreamedContext(model, tokenizer, context, *how, tell)
         if offload and not self.evictor.offloads:
@@ -154,19 +158,43 @@ def load_adapter(
         if adapter not in (None, "auto"):
             raise AdapterError(f"{compressor.spec} restores nothing; leave out the adapter.")
         return None
+    auto = isinstance(adapter, str) and adapter == "auto"
     if isinstance(adapter, str):
         adapter = locate_adapter(model, adapter, compressor)
     if adapter is None:
         if conventions.restore_from != "full":
             raise RestoreKVError("restore_from is about a restore pass, and there is no adapter; give one.")
+        if restore_tokens is not None:
+            raise RestoreKVError("restore_tokens is about an adapter, and there is none; give one or leave it out.")
         return None
     if not isinstance(adapter, RestoreAdapter):
-        adapter = RestoreAdapter.from_pretrained(model, adapter)
+        try:
+            adapter = loaded(model, adapter)
+        except AdapterError as error:
+            if not auto or conventions.restore_from != "full":
+                raise
+            warn(f"{error} Nothing is restored.")
+            return None
     if adapter.model is not model:
         raise AdapterError("The adapter was made for another model object; load it for this one.")
     trained_for = conventions.allocation.spec, conventions.restore_from, conventions.prefix_policy, between
     adapter.check_use(compressor.identity(model), *trained_for)
     return adapter if restore_tokens is None else adapter.first(restore_tokens)
+
+
+def loaded(model: PreTrainedModel, place: str | Path) -> RestoreAdapter:
+    """Returns an adapter from a folder or the hub; contexts share that of a folder whose files stay as they are."""
+    folder = Path(place)
+    if not folder.is_dir():
+        return RestoreAdapter.from_pretrained(model, place)
+    files = sorted((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in folder.iterdir())
+    key = str(folder.resolve()), str(files), model.device, model.dtype, model_fingerprint(model)
+    known = vars(model).setdefault(ADAPTERS, {})  # no weak dictionary: an adapter has a reference to its model
+    if key not in known:
+        known[key] = RestoreAdapter.from_pretrained(model, place)
+        for old in list(known)[:-LOADED]:
+            del known[old]
+    return known[key]
 
 
 def locate_adapter(model: PreTrainedModel, name: str, compressor: Compressor) -> str | Path | None:

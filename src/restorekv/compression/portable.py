@@ -29,6 +29,7 @@ from restorekv.compression.chat import conversation_ids
 from restorekv.compression.context_checks import check_model, check_tensor, require
 from restorekv.compression.context_file import Manifest, read_sealed, refusing
 from restorekv.errors import CacheFileError, RestoreKVError, raised_as
+from restorekv.model import attention
 from restorekv.model.prompt import Context
 from restorekv.model.shape import decoder
 
@@ -38,7 +39,7 @@ MARK = 4  # ids at the start that tell placeholders from a text
 FIRST_ID = 64  # placeholders leave out the lowest ids, where control tokens often are
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Portable:
     """keys and values (L, H, m, D) for positions 0 to m - 1."""
 
@@ -90,15 +91,17 @@ class Portable:
         `turns` are earlier questions with their answers.
         """
         asked = conversation_ids(tokenizer, self.context, turns, question, answer_prefix=answer_prefix)
-        ids = torch.cat([self.ids, asked])[None]
+        ids = torch.cat([self.ids, asked])[None].to(self.keys.device)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     def ask(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, questions: Sequence[str], max_new_tokens: int = 128
-    ) -> list[str]:
-        """Returns the answers to questions, in batches, as `CompressedContext.ask` gives them."""
-        cache = RaggedCache.whole(self.cache())
-        return answers.ask(model, tokenizer, self.context, cache, questions, max_new_tokens)
+        self, model: PreTrainedModel, tokenizer: Tokenizer, questions: str | Sequence[str], max_new_tokens: int = 128
+    ) -> str | list[str]:
+        """Returns the answer to a question, or those to several, in batches, as `CompressedContext.ask` gives them."""
+        attention.install(model)
+        cache, several = RaggedCache.whole(self.cache()), [questions] if isinstance(questions, str) else questions
+        said = answers.ask(model, tokenizer, self.context, cache, several, max_new_tokens)
+        return said[0] if isinstance(questions, str) else said
 
     def save(self, path: str | Path, key: bytes | None = None) -> None:
         """Writes one safetensors file, or nothing."""
@@ -166,7 +169,7 @@ def numbered(seed: bytes, count: int, vocabulary: int) -> list[int]:
 
 
 def load_portable(path: str | Path, model: PreTrainedModel | None = None, key: bytes | None = None) -> Portable:
-    """Reads what `Portable.save` wrote and refuses anything else, and a model that it was not made with."""
+    """Reads what `Portable.save` wrote, onto the model's device; refuses anything else, and another model."""
     with refusing(path, "export it again"):
         manifest, others, tensors = read_sealed(path, check_format, {"suffix_text": str, "vocabulary": int}, key)
         check_contents(tensors, manifest, others["vocabulary"])
@@ -174,9 +177,10 @@ def load_portable(path: str | Path, model: PreTrainedModel | None = None, key: b
         context = Context(none, 0, tensors["suffix_ids"], others["suffix_text"], manifest.between)
         stored = Portable(tensors["keys"], tensors["values"], context, manifest, others["vocabulary"])
         require(tensors["ids"].equal(stored.ids), "has placeholder ids that do not follow from its contents")
-    if model is not None:
-        check_model(path, manifest, model)
-    return stored
+    if model is None:
+        return stored
+    check_model(path, manifest, model)
+    return replace(stored, keys=stored.keys.to(model.device), values=stored.values.to(model.device))
 
 
 def check_format(metadata: dict[str, str], what: str) -> None:

@@ -94,6 +94,7 @@ def check(
         return
     own = describe(model)
     if not similarity(card.weights, own) >= ALIKE:
+        fix = "load it in float32 or bfloat16" if model.dtype == torch.float16 and not card.weights else fix
         raise error(f"The {what} was made for another model ({shown(card.model)}); {fix}.")
     message, made = f"The {what} was made for other weights of {shown(card.model)}", card.weights.get("source")
     message += f", {shown(made)}" if made else ""

@@ -62,7 +62,7 @@ def shipped_path(name: str, *parts: str) -> Path:
 
 
 def load_model(
-    name: str = BUNDLED,
+    name: str | Path = BUNDLED,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
     rope: Mapping[str, object] | float | None = None,
@@ -81,7 +81,7 @@ def load_model(
         local = {"local_files_only": source.is_local()}
         tokenizer = AutoTokenizer.from_pretrained(source.path, **local)
         config = AutoConfig.from_pretrained(source.path, **local)
-        if rope:
+        if rope is not None:
             stretch(config, rope)
         model = AutoModelForCausalLM.from_pretrained(
             source.path, config=config, dtype=dtype, attn_implementation=attention.NAME, **local
@@ -143,6 +143,7 @@ def hub_name(name: str) -> str:
 
 def model_source(name: str, offline: bool = False) -> Source:
     """Finds the model of that name; `offline` searches only this machine."""
+    name = str(name)
     if not name.strip():
         raise ModelError(f"The model has no name; {HOW}.")
     if name == SMOLLM2:

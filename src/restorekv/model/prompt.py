@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.errors import RestoreKVError, one_of, warn
 from restorekv.model.load import longest
-from restorekv.model.tokenize import text_ids
+from restorekv.model.tokenize import check_unicode, text_ids
 
 SEPARATOR = "<restorekv-separator>"
 ROOM = 256  # positions for restore tokens, a question and its answer after the longest context
@@ -62,6 +62,7 @@ def make_context(
     says what; benchmarks and training data word theirs whole. `system` is the system message before the text; without
     one, the template may have its own.
     """
+    check_unicode(system)
     before, after = around(tokenizer, system)
     prefix = encode(tokenizer, before=before)
     if isinstance(text, str):

@@ -69,8 +69,8 @@ class AttentionMatching(Compressor):
                 "am-fast takes queries >= 1, steps >= 0 and a box from 0 to 20, "
                 f"not {self.queries}, {self.steps} and {self.box}."
             )
-        if "," in self.instruction + self.heads:
-            raise RestoreKVError("am-fast's instruction and file of head budgets must be written without commas.")
+        if "," in self.instruction + self.heads or not (self.instruction + self.heads).isprintable():
+            raise RestoreKVError("am-fast's instruction and file of head budgets are one line without commas.")
         if self.conventions.prefix_policy != "free":
             raise RestoreKVError("am-fast compresses the article alone; use the prefix policy free.")
         if self.conventions.restore_from != "full":

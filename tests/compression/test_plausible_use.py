@@ -1,0 +1,188 @@
+"""What users may well do with the library: dtypes, stretched RoPE, everything kept, loaded caches that grow, sets."""
+
+import asyncio
+import gc
+import os
+import weakref
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from restorekv import CompressedContext, compress, load_model
+from restorekv.compression.eviction import ADAPTERS, load_adapter, make_compressor, shipped_adapter
+from restorekv.compression.portable import load_portable
+from restorekv.errors import BudgetError, CacheFileError, RestoreKVError, RestoreKVWarning
+from restorekv.model.load import bundled_path
+from restorekv.restore.adapter import RestoreAdapter
+from tests.helpers.cli_world import cli
+
+TEXT = Path("examples/register.txt").read_text()[:1500]
+QUESTION = "What is the code of the market?"
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load_model("tiny")
+
+
+def small(tiny, **options):
+    return compress(*tiny, TEXT, **{"ratio": 0.3, "evictor": "snapkv", **options})
+
+
+def test_at_ratio_1_everything_stays(tiny):
+    whole = small(tiny, ratio=1)
+    assert whole.kept.all() and whole.manifest.restore_tokens == 0 and whole.manifest.adapter is None
+    assert small(tiny, ratio=1, restore_tokens=2).kept.all()
+    assert small(tiny, ratio=1, adapter=shipped_adapter("bundled", "snapkv")).manifest.restore_tokens == 3
+
+
+@pytest.mark.parametrize("how", [{"rope": 4}, {"dtype": "float16"}])
+def test_where_the_shipped_adapter_does_not_fit_nothing_is_restored(how):
+    model = load_model("tiny", **how)
+    with pytest.warns(RestoreKVWarning, match="Nothing is restored"):
+        made = small(model)
+    assert made.manifest.adapter is None and made.ask(QUESTION, 4)
+    if "dtype" in how:
+        with pytest.raises(RestoreKVError, match="load it in float32 or bfloat16"):
+            small(model, adapter=shipped_adapter("bundled", "snapkv"))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_commands_load_a_cache_in_its_own_dtype(dtype, tmp_path):
+    (text := tmp_path / "a.txt").write_text(TEXT)
+    made, grown = tmp_path / "a.rkv", tmp_path / "b.rkv"
+    assert cli("compress", text, "--dtype", dtype, "--adapter", "none", "-o", made).code == 0
+    assert cli("ask", made, QUESTION).code == 0
+    assert cli("append", made, text, "-o", grown).code == 0
+    assert cli("chat", grown, stdin=b"who?\n").code == 0
+
+
+def test_another_dtype_is_named_before_another_model(tiny, tmp_path):
+    small(tiny).save(tmp_path / "a.rkv")
+    with pytest.raises(CacheFileError, match="holds float32; load the model with dtype='float32'"):
+        CompressedContext.load(tmp_path / "a.rkv", *load_model("tiny", "float16"))
+
+
+def test_a_loaded_cache_goes_on_as_its_record_says(tiny, tmp_path):
+    own = RestoreAdapter.from_pretrained(tiny[0], shipped_adapter("bundled", "snapkv"))
+    small(tiny, evictor="knorm", adapter=own).save(tmp_path / "a.rkv")
+    loaded = CompressedContext.load(tmp_path / "a.rkv", *tiny)
+    with pytest.raises(RestoreKVError, match="not at hand; give its folder, or adapter=None"):
+        loaded.append(TEXT)
+    assert loaded.append(TEXT, adapter=None).manifest.adapter is None
+    with pytest.warns(RestoreKVWarning):
+        part = small(tiny, restore_tokens=2)
+        part.save(tmp_path / "b.rkv")
+        again = CompressedContext.load(tmp_path / "b.rkv", *tiny).append(TEXT)
+    assert again.manifest.adapter["hash"] == part.manifest.adapter["hash"]
+    gated = small(tiny, evictor="fastkvzip:window=0.2", adapter=None)
+    gated.save(tmp_path / "c.rkv")
+    assert CompressedContext.load(tmp_path / "c.rkv", *tiny).append(TEXT).manifest.evictor == gated.manifest.evictor
+
+
+def test_contexts_share_the_adapter_of_a_folder(tiny, tmp_path):
+    how = make_compressor("snapkv")
+    first = load_adapter(tiny[0], "auto", how)
+    assert load_adapter(tiny[0], "auto", how) is first
+    first.save_pretrained(tmp_path / "own")
+    own = load_adapter(tiny[0], str(tmp_path / "own"), how)
+    os.utime(tmp_path / "own" / "restorekv.json", (1, 1))
+    assert load_adapter(tiny[0], str(tmp_path / "own"), how) not in (own, first)
+    for number in range(9):
+        first.save_pretrained(tmp_path / str(number))
+        load_adapter(tiny[0], tmp_path / str(number), how)
+    assert len(vars(tiny[0])[ADAPTERS]) == 4
+
+
+def test_a_model_and_its_adapters_can_go():
+    model, tokenizer = load_model("tiny")
+    compress(model, tokenizer, TEXT, evictor="snapkv")
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_contexts_can_be_compared_and_put_into_sets(tiny):
+    one, other = small(tiny), small(tiny)
+    assert one != other and one in [other, one] and len({one, other, one}) == 2 and len({one.chat(), one.chat()}) == 2
+
+
+def test_generate_takes_a_generation_config(tiny):
+    made = small(tiny)
+    whole = made.ask(QUESTION)
+    short = made.generate(QUESTION, generation_config=GenerationConfig(max_new_tokens=2))
+    assert whole.startswith(short) and short != whole
+    beams = made.generate(QUESTION, generation_config=GenerationConfig(num_beams=2, max_new_tokens=16))
+    assert beams == made.generate(QUESTION, num_beams=2, max_new_tokens=16)
+    for option in ({"num_return_sequences": 2, "do_sample": True}, {"return_dict_in_generate": True}):
+        with pytest.raises(RestoreKVError, match="generate returns one text"):
+            made.generate(QUESTION, **option)
+
+
+def test_options_that_would_be_ignored_are_refused(tiny):
+    for options, message in (
+        ({"evictor": "knorm", "restore_tokens": 2}, "restore_tokens is about an adapter"),
+        ({"adapter": None, "restore_tokens": 2}, "restore_tokens is about an adapter"),
+        ({"streaming": 64, "offload": True}, "leave out one of them"),
+        ({"system": "half \udcff"}, "not Unicode"),
+        ({"evictor": "am-fast:instruction=a\nb"}, "one line without commas"),
+    ):
+        with pytest.raises(RestoreKVError, match=message):
+            small(tiny, **options)
+    for number in ("abc", float("nan"), 2.5):
+        with pytest.raises(BudgetError, match="whole number"):
+            compress(*tiny, TEXT, tokens_per_head=number)
+    with pytest.raises(RestoreKVError, match="YaRN's factor"):
+        load_model("tiny", rope=0)
+
+
+def test_a_model_may_be_named_by_a_path(tiny):
+    assert load_model(bundled_path("model"))[0].config.vocab_size == tiny[0].config.vocab_size
+
+
+def test_a_portable_cache_answers_in_a_model_of_transformers(tiny, tmp_path):
+    made = small(tiny, allocation="per-head", adapter=None)
+    made.portable().save(tmp_path / "a.safetensors")
+    plain = AutoModelForCausalLM.from_pretrained(bundled_path("model"))
+    stored = load_portable(tmp_path / "a.safetensors", plain)
+    assert stored.ask(plain, tiny[1], QUESTION, 8) == made.ask(QUESTION, 8)
+    assert stored.ask(plain, tiny[1], [QUESTION], 8) == [made.ask(QUESTION, 8)]
+
+
+def test_a_stop_string_cuts_log_probabilities_too(tiny):
+    said = small(tiny).chat().ask(QUESTION, 16, stop="a", details=True, logprobs=1)
+    assert len(said.ids) == len(said.logprobs) == len(said.top)
+
+
+def test_asynchronous_asking_takes_a_limit_and_no_stream(tiny):
+    made = small(tiny)
+    assert asyncio.run(made.ask_async(QUESTION, 2)) == made.ask(QUESTION, 2)
+    with pytest.raises(RestoreKVError, match="stream=True"):
+        asyncio.run(made.chat().ask_async(QUESTION, stream=True))
+
+
+def test_chat_survives_what_is_typed_and_signs(tmp_path):
+    (text := tmp_path / "a.txt").write_text(TEXT)
+    (key := tmp_path / "key").write_text("k" * 40)
+    made, saved = tmp_path / "a.rkv", tmp_path / "b.rkv"
+    assert cli("compress", text, "--evictor", "snapkv", "-o", made, "--sign-key", key).code == 0
+    lines = ["/undo ²", "/undo x", "/undo -3", "/save ~nosuchuser/x.json", f"/save {saved}", "who?"]
+    result = cli("chat", made, "--sign-key", key, stdin="\n".join(lines).encode())
+    assert result.code == 0 and result.err.count("Give a number of turns") == 3 and "read " in result.err
+    assert cli("ask", saved, "who?", "--sign-key", key).code == 0
+
+
+def test_a_text_is_not_written_over(tmp_path):
+    (text := tmp_path / "a.txt").write_text(TEXT)
+    result = cli("compress", text, "-o", text)
+    assert result.code == 1 and "is the text itself" in result.err and text.read_text() == TEXT
+    assert cli("compress", text, "--evictor", "snapkv", "-o", tmp_path / "a.rkv").code == 0
+    assert "is the text itself" in cli("append", tmp_path / "a.rkv", text, "-o", text).err and text.read_text() == TEXT
+
+
+def test_brackets_in_a_setting_are_printed(tmp_path):
+    (text := tmp_path / "a.txt").write_text(TEXT)
+    result = cli("compress", text, "--evictor", "am-fast:instruction=Repeat [/all] this", "-o", tmp_path / "a.rkv")
+    assert result.code == 0 and "[/all]" in result.out + result.err
