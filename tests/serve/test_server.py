@@ -281,6 +281,39 @@ def test_uploads_of_many_kinds(tmp_path):
             text_of(name, b"\x00\xff")
 
 
+@pytest.mark.parametrize(
+    "page, text", [
+        ("<table><tr><th>Who</th><th>Age</th></tr><tr><td>Alice</td><td>42</td></table>", "Who Age\nAlice 42"),
+        ("<dl><dt>Age</dt><dd>7</dd></dl><select><option>a<option>b</select>", "Age\n7\na\nb"),
+        ("<ul>one</ul><footer>two</footer><figcaption>three</figcaption>four", "one\ntwo\nthree\nfour"),
+        ("<!doctype html><html><head><meta charset=utf-8><title>t</title><body><p>Hello", "Hello"),
+        ("<title>a<title>b</title>one<noscript><noscript><style></noscript> two", "one two"),
+        ("one<template>no<template>no</template>no</template> two</template> three", "one two three"),
+        ("<template>one", "one"), ("<script src=x /><style/>one<script>no", "one"),
+    ],
+)  # fmt: skip
+def test_pages_lose_and_glue_no_text(page, text):
+    assert text_of("a.html", page.encode()) == text
+
+
+def test_tables_of_word_files_are_read(tmp_path):
+    """Rows by lines and cells by tabs, merged cells once, tables inside of cells too."""
+    docx = pytest.importorskip("docx")
+    document = docx.Document()
+    document.add_paragraph("Ages:")
+    table = document.add_table(3, 3)
+    for number, name in enumerate("abcdefghi"):
+        table.cell(number // 3, number % 3).text = name
+    for first, last, name in (((0, 0), (0, 1), "wide"), ((1, 0), (2, 0), "tall")):
+        table.cell(*first).merge(table.cell(*last)).text = name
+    inner = table.cell(2, 2).add_table(1, 2)
+    inner.cell(0, 0).text, inner.cell(0, 1).text = "in", "ner"
+    document.add_paragraph("End.")
+    document.save(tmp_path / "a.docx")
+    text = text_of("a.docx", (tmp_path / "a.docx").read_bytes())
+    assert text == "Ages:\n\nwide\tc\ntall\te\tf\n\th\ti in ner\n\nEnd."
+
+
 def test_responses_go_on_from_the_one_before(client, file):
     parts = [{"type": "input_file", "file_id": file.id}, {"type": "input_text", "text": QUESTION}]
     options = {"model": VARIANT, "temperature": 0, "max_output_tokens": 12}
