@@ -23,8 +23,7 @@ from restorekv import CompressedContext, compress  # noqa: E402
 from restorekv.compression.generate import answer_ids, answer_text, stop_ids  # noqa: E402
 from restorekv.model.shape import decoder  # noqa: E402
 from restorekv.serve.documents import text_of  # noqa: E402
-from restorekv.serve.guard import Connection  # noqa: E402
-from restorekv.serve.run import Settings, application  # noqa: E402
+from restorekv.serve.run import HTTP, Settings, application  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
 from tests.helpers.models import build_model  # noqa: E402
 
@@ -49,7 +48,7 @@ def serving(model, tokenizer, folder: Path, **settings: object) -> Iterator[str]
 @contextlib.contextmanager
 def listening(app: FastAPI) -> Iterator[str]:
     """The address of a server in a thread of this process."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", http=Connection))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", **HTTP))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -346,7 +345,8 @@ def test_a_cache_file_goes_out_and_in(client, file, model, tiny_tokenizer, tmp_p
 
 
 def test_pages_of_other_sites_cannot_ask(client, file):
-    for headers in ({"Origin": "http://evil.example"}, {"Host": "evil.example:8080"}):
+    pages = {"Origin": "http://evil.example"}, {"Host": "evil.example:8080"}
+    for headers in (*pages, {**pages[1], "X-Forwarded-For": "8.8.8.8"}):
         with pytest.raises(openai.PermissionDeniedError, match="Another site"):
             client.models.list(extra_headers=headers)
     host = str(client.base_url).split("/")[2]
