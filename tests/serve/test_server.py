@@ -247,6 +247,12 @@ def test_a_restart_loads_and_goes_on(model, tiny_tokenizer, tmp_path):
     assert [path.name for path in (tmp_path / "damaged").iterdir()] == [cache.name]
 
 
+def test_a_model_may_have_an_owner(model, tiny_tokenizer, tmp_path):
+    with listening(application(model, tiny_tokenizer, Settings(tmp_path, "Org/tiny", "Org/tiny:snapkv-0.4"))) as url:
+        for name in ("Org/tiny", "Org/tiny:snapkv-0.4"):
+            assert client_of(url).models.retrieve(name).id == json.load(urlopen(f"{url}/models/{name}"))["id"] == name
+
+
 def test_keys_limits_and_quotas(model, tiny_tokenizer, tmp_path):
     limits = {"keys": (KEY,), "limits": Limits(upload=2000), "memory": 1, "disk": 1}
     with serving(model, tiny_tokenizer, tmp_path, **limits) as url:
