@@ -123,6 +123,23 @@ def test_usage_is_true(client, file, model, tiny_tokenizer):
     assert counts[0].cache_write_tokens == counts[1].cached_tokens
 
 
+def test_the_chat_prefix_counts_once(client, model, tiny_tokenizer):
+    """One of three documents is known already; then all are."""
+    one, *new = [f"{name} {OTHER}" for name in ("one", "two", "three")]
+    known, *fresh = [expected(model, tiny_tokenizer, text).context for text in (one, *new)]
+    tokens = [known.prefix, *(each.tokens for each in (known, *fresh))]
+
+    def usage(*texts: str) -> tuple[int, int]:
+        parts = [{"type": "text", "text": each, "cache_control": {"type": "ephemeral"}} for each in texts]
+        details = ask(client, [{"role": "user", "content": [*parts, {"type": "text", "text": "Who?"}]}]).usage
+        return details.prompt_tokens_details.cached_tokens, details.prompt_tokens_details.cache_write_tokens
+
+    assert usage(one) == (0, sum(tokens[:2]))
+    assert usage(one, *new) == (tokens[1], sum(tokens) - tokens[1])
+    assert usage(one, *new) == (sum(tokens), 0)
+    assert usage(f"a {one}", f"b {one}")[0] == 0
+
+
 def test_streams_are_the_answer_in_pieces(client, file):
     whole = ask(client, about(file)).choices[0].message.content
     chunks = list(ask(client, about(file), stream=True, stream_options={"include_usage": True}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -9,18 +10,18 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.compression.answers import Answer
-from restorekv.serve.engine import Engine, Reply
+from restorekv.serve.engine import Document, Engine, Reply
 from restorekv.serve.store import Upload
 
 
 @dataclass(frozen=True)
 class About:
-    """What every part of an answer says: its id, model and time, and the tokens of documents compressed for it."""
+    """What every part of an answer says: its id, model and time, and the documents that it is about."""
 
     id: str
     model: str
     created: int
-    made: int
+    documents: Sequence[Document]
 
     def described(self, kind: str) -> dict:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -52,8 +53,10 @@ def usage_chunk(about: About, reply: Reply) -> dict:
 def usage(about: About, reply: Reply) -> dict:
     """Returns tokens as the model would have read them, those that came from a cache, and what is held."""
     prompt, written = reply.document_tokens + reply.read, sum(len(answer.ids) for answer in reply.answers)
-    cached = reply.document_tokens - about.made - reply.computed
-    details = {"cached_tokens": cached, "cache_write_tokens": about.made}
+    fresh = [each.tokens for each in about.documents if each.fresh]
+    repeated = sum(each.tokens for each in about.documents) - reply.document_tokens  # chat prefixes but the first
+    made = sum(fresh) - repeated // max(len(about.documents) - 1, 1) * max(len(fresh) - 1, 0)
+    details = {"cached_tokens": reply.document_tokens - made - reply.computed, "cache_write_tokens": made}
     tokens = {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
     held = {"pairs": reply.pairs, "bytes": reply.bytes, "seconds": reply.seconds}
     return {"usage": {**tokens, "prompt_tokens_details": details}, "restorekv": held}

@@ -116,12 +116,11 @@ class Service:
         asked, variant = conversation(request.messages), Variant.parse(request.model, self.base)
         decoding = request.decoding(secrets.randbelow(2**31))
         documents = [await self.document(*each, variant) for each in asked.documents]
-        made = sum(document.tokens for document in documents if document.fresh)
         question, future, tokens = begin(
             self.engine, documents=documents, turns=asked.turns, text=asked.question, system=asked.system,
             limit=request.limit(self.limits.tokens), decoding=decoding,
         )  # fmt: skip
-        about = replies.About(f"{kind}-{secrets.token_hex(12)}", request.model, int(time.time()), made)
+        about = replies.About(f"{kind}-{secrets.token_hex(12)}", request.model, int(time.time()), documents)
         texts = [Growing(self.engine.tokenizer, self.engine.stops, decoding.stop) for _ in range(decoding.samples)]
         return Pending(question, future, tokens, texts, about)
 
