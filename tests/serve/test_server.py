@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import http.client
 import importlib.util
 import json
 import re
@@ -147,6 +148,47 @@ def test_streams_are_the_answer_in_pieces(client, file):
     assert chunks[-1].usage.completion_tokens > 0 and chunks[-2].choices[0].finish_reason in ("stop", "length")
 
 
+def input_of(file: object, question: str = QUESTION) -> list[dict]:
+    parts = [{"type": "input_file", "file_id": file.id}, {"type": "input_text", "text": question}]
+    return [{"role": "user", "content": parts}]
+
+
+def test_a_stream_that_cannot_begin_is_refused(client, file):
+    long = "why " * 9000
+    with pytest.raises(openai.BadRequestError, match="longer than the model"):
+        ask(client, about(file, question=long), stream=True)
+    with pytest.raises(openai.BadRequestError, match="longer than the model"):
+        client.responses.create(model=VARIANT, input=input_of(file, long), stream=True)
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses"])
+def test_who_leaves_before_the_first_token_ends_the_answer(model, tiny_tokenizer, tmp_path, path):
+    inside, gone = threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        if threading.current_thread().name == "restorekv-answer":
+            inside.set()
+            gone.wait(30)
+
+    with serving(model, tiny_tokenizer, tmp_path, limits=Limits(tokens=1000)) as url:
+        client = client_of(url)
+        made = client.files.create(file=("doc.txt", TEXT.encode()), purpose="user_data")
+        client.files.wait_for_processing(made.id, poll_interval=0.05)
+        many = {"max_tokens": 1000, "n": 16, "messages": about(made)}
+        one = {"max_output_tokens": 1000, "input": input_of(made)}
+        body = {"model": VARIANT, "temperature": 2, "stream": True, **(many if path != "responses" else one)}
+        hook = decoder(model).layers[1].register_forward_pre_hook(wait)
+        connection = http.client.HTTPConnection(*url.split("/")[2].split(":"))
+        connection.request("POST", f"/v1/{path}", json.dumps(body), {"content-type": "application/json"})
+        assert inside.wait(30)
+        connection.close()
+        time.sleep(0.1)
+        gone.set()
+        hook.remove()
+        until(lambda: counted(client, "questions_total"))
+        assert counted(client, "tokens_total") < 200
+
+
 def test_turns_are_those_of_a_chat(client, file, model, tiny_tokenizer):
     small = expected(model, tiny_tokenizer)
     messages = [{"role": "system", "content": "Be brief."}, *about(file)]
@@ -183,17 +225,18 @@ def test_several_documents_are_composed(client, file):
 
 
 def test_a_deleted_document_leaves_memory(client):
-    def held() -> int:
-        text = urlopen(f"{str(client.base_url).removesuffix('v1/')}metrics").read().decode()
-        return int(float(re.search(r"^restorekv_documents_held (\S+)", text, re.M)[1]))
-
-    before = held()
+    before = counted(client, "documents_held")
     made = client.files.create(file=("gone.txt", f"Gone soon. {OTHER}".encode()), purpose="user_data")
     client.files.wait_for_processing(made.id, poll_interval=0.05)
     ask(client, about(made))
-    assert held() == before + 1
+    assert counted(client, "documents_held") == before + 1
     client.files.delete(made.id)
-    assert held() == before
+    assert counted(client, "documents_held") == before
+
+
+def counted(client, name: str) -> int:
+    text = urlopen(f"{str(client.base_url).removesuffix('v1/')}metrics").read().decode()
+    return int(float(re.search(rf"^restorekv_{name} (\S+)", text, re.M)[1]))
 
 
 def test_files_are_listed_given_back_and_kept_apart(client, file):
@@ -337,16 +380,15 @@ def test_tables_of_word_files_are_read(tmp_path):
 
 
 def test_responses_go_on_from_the_one_before(client, file):
-    parts = [{"type": "input_file", "file_id": file.id}, {"type": "input_text", "text": QUESTION}]
     options = {"model": VARIANT, "temperature": 0, "max_output_tokens": 12}
-    first = client.responses.create(input=[{"role": "user", "content": parts}], **options)
+    first = client.responses.create(input=input_of(file), **options)
     assert first.output_text == ask(client, about(file)).choices[0].message.content
     second = client.responses.create(input="And then?", previous_response_id=first.id, **options)
     messages = [*about(file), {"role": "assistant", "content": first.output_text}]
     chat = ask(client, [*messages, {"role": "user", "content": "And then?"}])
     assert second.output_text == chat.choices[0].message.content
     assert second.usage.input_tokens == chat.usage.prompt_tokens
-    pieces = client.responses.create(input=[{"role": "user", "content": parts}], stream=True, **options)
+    pieces = client.responses.create(input=input_of(file), stream=True, **options)
     events = list(pieces)
     assert "".join(each.delta for each in events if each.type == "response.output_text.delta") == first.output_text
     assert events[-1].type == "response.completed" and events[-1].response.output_text == first.output_text

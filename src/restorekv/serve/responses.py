@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field
 
 from restorekv.errors import RestoreKVError
@@ -82,7 +82,7 @@ def add_responses(app: FastAPI, service: Service) -> None:
     @app.post("/v1/responses", responses=schemas.streamed(schemas.Response))
     async def respond(request: Request, asked: ResponsesRequest) -> Response:
         chat = asked.chat(remembered.before(asked.previous_response_id))
-        pending = await service.asked(chat, "resp")
+        pending, limits = await service.asked(chat, "resp"), (request.is_disconnected, service.limits.seconds)
 
         def done(reply: Reply) -> dict:
             text = reply.answers[0].text
@@ -90,8 +90,8 @@ def add_responses(app: FastAPI, service: Service) -> None:
             return response(pending, asked, "completed", [message(pending, text)], reply)
 
         if asked.stream:
-            return StreamingResponse(events(pending, asked, done), media_type="text/event-stream")
-        return JSONResponse(done(await pending.whole(request.is_disconnected, service.limits.seconds)))
+            return await pending.stream(events(pending, asked, done), *limits)
+        return JSONResponse(done(await pending.whole(*limits)))
 
 
 async def events(pending: Pending, asked: ResponsesRequest, done: Callable[[Reply], dict]) -> AsyncIterator[str]:

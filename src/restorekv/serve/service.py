@@ -10,8 +10,9 @@ import secrets
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from fastapi import UploadFile
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -26,6 +27,7 @@ from restorekv.serve.store import FAILED, PROCESSED, Store, Upload
 from restorekv.serve.variants import Variant
 
 LOG = logging.getLogger("restorekv.serve")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class Service:
         """Answers a chat request, whole or as a stream."""
         pending = await self.asked(request, "chatcmpl")
         if request.stream:
-            return StreamingResponse(streamed(pending, request), media_type="text/event-stream")
+            return await pending.stream(streamed(pending, request), gone, self.limits.seconds)
         reply = await pending.whole(gone, self.limits.seconds)
         return JSONResponse(replies.completion(pending.about, reply, self.engine.tokenizer, request.logprobs))
 
@@ -134,11 +136,23 @@ class Pending:
     tokens: asyncio.Queue[tuple[int, int] | None]
     texts: list[Growing]
     about: replies.About
+    first: list[tuple[int, int] | None] = field(default_factory=list)  # of the tokens, where it was waited for
 
     async def whole(self, gone: Callable[[], object], seconds: float) -> Reply:
         """Returns the reply; a client who leaves and a limit of seconds end the writing."""
+        return await self.awaited(self.future, gone, seconds)
+
+    async def stream(self, events: AsyncIterator[str], gone: Callable[[], object], seconds: float) -> Response:
+        """Returns the events as a response once the first token is there; raises what is wrong with the question."""
+        self.first = [await self.awaited(asyncio.ensure_future(self.tokens.get()), gone, seconds)]
+        if self.first == [None]:
+            self.future.result()
+        return StreamingResponse(events, media_type="text/event-stream")
+
+    async def awaited(self, future: asyncio.Future[T], gone: Callable[[], object], seconds: float) -> T:
+        """Returns the result of a future unless `whole` ends the writing."""
         try:
-            return await asyncio.wait_for(watched(self.future, gone), seconds)
+            return await asyncio.wait_for(watched(future, gone), seconds)
         except BaseException:
             self.question.cancelled = True
             raise
@@ -146,7 +160,7 @@ class Pending:
     async def pieces(self) -> AsyncIterator[tuple[int, str]]:
         """Yields (sample, piece of its text); whoever stops listening ends the writing."""
         try:
-            while (item := await self.tokens.get()) is not None:
+            while (item := self.first.pop() if self.first else await self.tokens.get()) is not None:
                 if piece := self.texts[item[0]].push(item[1]):
                     yield item[0], piece
             await self.future
@@ -175,8 +189,8 @@ async def streamed(pending: Pending, request: ChatRequest) -> AsyncIterator[str]
         yield event({"error": {"message": str(error), "type": "server_error"}})
 
 
-async def watched(future: asyncio.Future[Reply], gone: Callable[[], object]) -> Reply:
-    """Waits for a reply; a client who has gone ends the waiting."""
+async def watched(future: asyncio.Future[T], gone: Callable[[], object]) -> T:
+    """Returns the result of a future; a client who has gone ends the waiting."""
     while not future.done():
         await asyncio.wait([future], timeout=1.0)
         if not future.done() and await gone():
