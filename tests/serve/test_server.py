@@ -391,7 +391,11 @@ def test_responses_go_on_from_the_one_before(client, file):
     pieces = client.responses.create(input=input_of(file), stream=True, **options)
     events = list(pieces)
     assert "".join(each.delta for each in events if each.type == "response.output_text.delta") == first.output_text
-    assert events[-1].type == "response.completed" and events[-1].response.output_text == first.output_text
+    status = events[-1].response.status
+    assert events[-1].type == f"response.{status}" and events[-1].response.output_text == first.output_text
+    short = list(client.responses.create(**{**options, "max_output_tokens": 1}, input=input_of(file), stream=True))
+    assert short[-1].type == "response.incomplete" and short[-1].response.status == "incomplete"
+    assert {each.item.status for each in short if each.type == "response.output_item.done"} == {"incomplete"}
     with pytest.raises(openai.NotFoundError, match="no response"):
         client.responses.create(input="And then?", previous_response_id="resp-none", **options)
 
