@@ -148,6 +148,20 @@ def test_streams_are_the_answer_in_pieces(client, file):
     assert chunks[-1].usage.completion_tokens > 0 and chunks[-2].choices[0].finish_reason in ("stop", "length")
 
 
+def test_pieces_of_a_stream_have_their_log_probabilities(client, file):
+    options = {"temperature": 1.2, "seed": 5, "n": 2, "logprobs": True, "top_logprobs": 2}
+    whole, streamed = ask(client, about(file), **options).choices, [[], []]
+    for chunk in ask(client, about(file), stream=True, **options):
+        for choice in chunk.choices:
+            assert bool(choice.logprobs) or not choice.delta.content
+            streamed[choice.index] += choice.logprobs.content if choice.logprobs else []
+    for choice, pieces in zip(whole, streamed, strict=True):
+        assert [each.token for each in pieces] == [each.token for each in choice.logprobs.content]
+        assert [len(each.top_logprobs) for each in pieces] == [2] * len(pieces)
+        expected = [each.logprob for each in choice.logprobs.content]
+        assert [each.logprob for each in pieces] == pytest.approx(expected, abs=1e-4)
+
+
 def input_of(file: object, question: str = QUESTION) -> list[dict]:
     parts = [{"type": "input_file", "file_id": file.id}, {"type": "input_text", "text": question}]
     return [{"role": "user", "content": parts}]

@@ -159,7 +159,7 @@ class Embedded(Caches):
             for place, token in generate.tokens(self.model, self.tokenizer, caches, prompts, limits, rows=rows):
                 (each, sample), row = owners[place], rows[place]
                 each.first = each.first or time.perf_counter()
-                each.question.on_token(sample, token)
+                each.question.on_token(sample, token, *row.likely)
                 left[id(each)] -= token in self.stops or len(row.answer) == limits[place] or row.ends()
                 if not left[id(each)]:
                     self.reply(each)

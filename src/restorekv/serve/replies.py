@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.compression.answers import Answer
 from restorekv.serve.engine import Document, Engine, Reply
 from restorekv.serve.store import Upload
 
@@ -32,16 +31,18 @@ def completion(about: About, reply: Reply, tokenizer: Tokenizer, logprobs: bool 
     choices = [
         {
             "index": number, "message": {"role": "assistant", "content": answer.text, "refusal": None},
-            "finish_reason": answer.finish, "logprobs": likelihoods(answer, tokenizer) if logprobs else None,
+            "finish_reason": answer.finish,
+            "logprobs": likelihoods(zip(answer.ids, answer.logprobs or (), answer.top or (), strict=True), tokenizer)
+            if logprobs else None,
         }
         for number, answer in enumerate(reply.answers)
     ]  # fmt: skip
     return {**about.described("chat.completion"), "choices": choices, **usage(about, reply)}
 
 
-def chunk(about: About, number: int, delta: dict, finish: str | None = None) -> dict:
+def chunk(about: About, number: int, delta: dict, finish: str | None = None, logprobs: dict | None = None) -> dict:
     """Returns a piece of one answer."""
-    choices = [{"index": number, "delta": delta, "finish_reason": finish}]
+    choices = [{"index": number, "delta": delta, "finish_reason": finish, "logprobs": logprobs}]
     return {**about.described("chat.completion.chunk"), "choices": choices}
 
 
@@ -62,14 +63,13 @@ def usage(about: About, reply: Reply) -> dict:
     return {"usage": {**tokens, "prompt_tokens_details": details}, "restorekv": held}
 
 
-def likelihoods(answer: Answer, tokenizer: Tokenizer) -> dict:
-    """Returns the log-probability of every token, with the likeliest ones."""
+def likelihoods(rows: Iterable[tuple[int, float, dict[int, float]]], tokenizer: Tokenizer) -> dict:
+    """Returns the log-probabilities of tokens, given with those of the likeliest ones."""
 
     def shown(token: int, value: float) -> dict:
         text = tokenizer.decode([token])
         return {"token": text, "logprob": value, "bytes": list(text.encode())}
 
-    rows = zip(answer.ids, answer.logprobs or (), answer.top or (), strict=True)
     return {"content": [{**shown(token, value), "top_logprobs": [shown(*each) for each in top.items()]}
                         for token, value, top in rows], "refusal": None}  # fmt: skip
 

@@ -108,7 +108,7 @@ async def events(pending: Pending, asked: ResponsesRequest, done: Callable[[Repl
         yield event("response.created", response=response(pending, asked))
         yield event("response.output_item.added", output_index=0, item=message(pending))
         yield event("response.content_part.added", part=part(""), **place)
-        async for _, piece in pending.pieces():
+        async for _, piece, _ in pending.pieces():
             yield event("response.output_text.delta", delta=piece, logprobs=[], **place)
         reply = pending.future.result()
         text = reply.answers[0].text

@@ -133,10 +133,10 @@ class Pending:
 
     question: Question
     future: asyncio.Future[Reply]
-    tokens: asyncio.Queue[tuple[int, int] | None]
+    tokens: asyncio.Queue[tuple | None]
     texts: list[Growing]
     about: replies.About
-    first: list[tuple[int, int] | None] = field(default_factory=list)  # of the tokens, where it was waited for
+    first: list[tuple | None] = field(default_factory=list)  # of the tokens, where it was waited for
 
     async def whole(self, gone: Callable[[], object], seconds: float) -> Reply:
         """Returns the reply; a client who leaves and a limit of seconds end the writing."""
@@ -157,16 +157,20 @@ class Pending:
             self.question.cancelled = True
             raise
 
-    async def pieces(self) -> AsyncIterator[tuple[int, str]]:
-        """Yields (sample, piece of its text); whoever stops listening ends the writing."""
+    async def pieces(self) -> AsyncIterator[tuple[int, str, list[tuple]]]:
+        """Yields (sample, piece of its text, its ids with `Row.likely`); whoever stops listening ends the writing."""
+        likely: list[list[tuple]] = [[] for _ in self.texts]
         try:
             while (item := self.first.pop() if self.first else await self.tokens.get()) is not None:
-                if piece := self.texts[item[0]].push(item[1]):
-                    yield item[0], piece
+                sample, token, *more = item
+                likely[sample] += [(token, *each) for each in more]
+                if piece := self.texts[sample].push(token):
+                    yield sample, piece, likely[sample]
+                    likely[sample] = []
             await self.future
             for number, text in enumerate(self.texts):
-                if rest := text.rest():
-                    yield number, rest
+                if (rest := text.rest()) or likely[number]:
+                    yield number, rest, likely[number]
         finally:
             self.question.cancelled = True
 
@@ -177,8 +181,9 @@ async def streamed(pending: Pending, request: ChatRequest) -> AsyncIterator[str]
     try:
         for number in range(len(pending.texts)):
             yield event(replies.chunk(about, number, {"role": "assistant", "content": ""}))
-        async for number, piece in pending.pieces():
-            yield event(replies.chunk(about, number, {"content": piece}))
+        async for number, piece, likely in pending.pieces():
+            logprobs = replies.likelihoods(likely, pending.texts[number].tokenizer) if likely else None
+            yield event(replies.chunk(about, number, {"content": piece}, logprobs=logprobs))
         reply = pending.future.result()
         for number, answer in enumerate(reply.answers):
             yield event(replies.chunk(about, number, {}, answer.finish))
