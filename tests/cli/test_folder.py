@@ -72,6 +72,31 @@ def test_what_is_there_is_kept(world, given, tmp_path):
     assert "Wrote 4" in again.out
 
 
+def test_a_record_is_of_the_file_beside_it(world, given, tmp_path, monkeypatch):
+    """Whether a run was killed between the two or a file was put there by hand; old records do not name the file."""
+    run(world, given)
+    first, record = written(out := tmp_path / "out"), out / ".made" / "a.txt.rkv.json"
+    entries = json.loads(record.read_text())
+    (given / "a.txt").write_text(f"{TEXT} And more.")
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for named in (entries, {name: value for name, value in entries.items() if name != "file"}):
+        record.write_text(json.dumps(named))
+        with monkeypatch.context() as broken:
+            broken.setattr(module, "write_json", killed)
+            assert run(world, given).code == 130 and written(out)["a.txt.rkv"] != first["a.txt.rkv"]
+        (given / "a.txt").write_text(TEXT)
+        assert "Wrote 1 cache files" in run(world, given).out and written(out) == first
+        (given / "a.txt").write_text(f"{TEXT} And more.")
+    (given / "a.txt").write_text(TEXT)
+    (out / "a.txt.rkv").write_bytes(first["D.TXT.rkv"])
+    assert "Wrote 1 cache files" in run(world, given).out and written(out) == first
+    record.write_text(json.dumps({"of": entries["of"], "seconds": {}}))
+    assert "Wrote 0 cache files" in run(world, given).out
+
+
 def test_one_failure_does_not_stop_the_others(world, given, tmp_path):
     (given / "bad.pdf").write_bytes(b"%PDF-1.7 nothing")
     (given / "empty.txt").write_text(" \n")

@@ -33,5 +33,8 @@ def test_short_keys_taken_ports_and_shared_stores(tmp_path):
         taken.listen()
         port = taken.getsockname()[1]
         assert "choose another --port" in cli("serve", "--model", "tiny", "--port", port, "--store", tmp_path / "a").err
+        own = "--ray", "local", "--store", tmp_path / "my store é"
+        assert "choose another --port" in cli("serve", "--model", "tiny", "--port", port, *own).err
+        assert [path.name for path in tmp_path.glob("my*")] == ["my store é"], "its shared folder is inside"
     with alone(tmp_path / "b"):
         assert "Another process" in cli("serve", "--model", "tiny", "--port", 0, "--store", tmp_path / "b").err

@@ -150,6 +150,21 @@ def test_requests_that_wait_for_documents_are_counted(client, slow):
     assert [type(each) for each in ended if each] == [openai.RateLimitError]
 
 
+def test_nothing_is_compressed_for_clients_who_left(client, slow, tmp_path):
+    stop, inside, go = slow
+    stop.set()
+    upload(client, wait=False)
+    assert inside.wait(30)
+    text = b64encode(OTHER.encode()).decode()
+    parts = [{"type": "file", "file": {"filename": "a.txt", "file_data": text}}, {"type": "text", "text": "Who?"}]
+    with pytest.raises(openai.APITimeoutError):
+        ask(client, [{"role": "user", "content": parts}], timeout=0.5)
+    time.sleep(2.5)  # the server looks every second
+    go.set()
+    upload(client, f"Another one. {TEXT}")
+    assert len(list((tmp_path / "caches").iterdir())) == 2
+
+
 def test_the_end_waits_for_no_compression_and_the_next_start_goes_on(model, tiny_tokenizer, tmp_path, slow):
     stop, inside, go = slow
     with serving(model, tiny_tokenizer, tmp_path) as url:

@@ -14,6 +14,7 @@ import pytest
 openai = pytest.importorskip("openai")
 
 from fastapi.testclient import TestClient  # noqa: E402
+from starlette.datastructures import URL  # noqa: E402
 
 from restorekv.serve import documents, guard  # noqa: E402
 from restorekv.serve.documents import text_of  # noqa: E402
@@ -136,12 +137,21 @@ def test_a_client_who_reads_nothing_is_let_go(url, client, monkeypatch):
     assert client.models.list().data
 
 
+def test_a_host_does_not_open_a_path(monkeypatch):
+    """Older versions of Starlette read the path from an address that begins with this header."""
+    monkeypatch.setattr(guard.Request, "url", URL("http://x/health?/v1/files"))
+    scope = {"type": "http", "method": "GET", "path": "/v1/files", "headers": [(b"host", b"x/health?")]}
+    checks = guard.Guard(None, ["a-key-of-16-characters"], LARGEST, ["/health"])
+    assert checks.refusal(guard.Request(scope)).status_code == 401
+
+
 def test_large_bodies_together_are_bounded(url, client, monkeypatch):
     monkeypatch.setattr(guard, "AT_ONCE", 0.05)
     monkeypatch.setattr(guard, "AROUND", 1000)
     assert client.models.list().data
-    with pytest.raises(openai.RateLimitError, match="large requests"):
-        ask(client, [{"role": "user", "content": "x" * LARGEST}])
+    for headers in ({}, {"content-type": "multipart/form-data; boundary=x"}):  # which goes to disk for files alone
+        with pytest.raises(openai.RateLimitError, match="large requests"):
+            ask(client, [{"role": "user", "content": "x" * LARGEST}], extra_headers=headers)
     monkeypatch.undo()
     with pytest.raises(openai.BadRequestError, match="no document"):
         ask(client, [{"role": "user", "content": "x" * LARGEST}])

@@ -13,6 +13,7 @@ openai = pytest.importorskip("openai")
 
 from restorekv import compress  # noqa: E402
 from restorekv.compression import eviction  # noqa: E402
+from restorekv.errors import RestoreKVError  # noqa: E402
 from restorekv.model.tokenize import text_ids  # noqa: E402
 from restorekv.serve import caches, page  # noqa: E402
 from restorekv.serve import kept as kept_tokens  # noqa: E402
@@ -169,6 +170,17 @@ def test_variants_read_the_names_they_write(name):
     variant = Variant.parse(name, "tiny")
     assert variant.name == name
     assert variant.restores != name.endswith("-base")
+
+
+def test_variants_go_by_the_whole_base_name_and_ratio():
+    base = r"C:\models\x"
+    assert Variant.parse(base, base) == Variant(base)
+    assert Variant.parse(rf"{base}:fast-0.1", base).method == "fast"
+    for wrong in ("", "C", "x", f"{base}:", f"{base}x", f"{base}:fast", f"a{base}:fast-0.1", "C:fast-0.1"):
+        with pytest.raises(RestoreKVError, match="There is no model"):
+            Variant.parse(wrong, base)
+    names = [Variant.parse(f"t:fast-{ratio}", "t").name for ratio in ("0.10", "1", "0.12345678", "0.12345699")]
+    assert names == ["t:fast-0.1", "t:fast-1", "t:fast-0.12345678", "t:fast-0.12345699"]
 
 
 def test_methods_and_progress(url, file):

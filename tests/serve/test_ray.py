@@ -126,9 +126,10 @@ def settled(tokenizer, waiting=4, leaves=False, count=1, **scripts):
 
 
 def test_a_repeated_answer_is_passed_on_once(tiny_tokenizer):
-    first, whole = [[(0, 5), (1, 6)], dead()], [[(0, 5)], [(1, 6), (0, 7)], [(1, 8)], REPLY]
+    likely = -0.5, {8: -0.5}
+    first, whole = [[(0, 5), (1, 6)], dead()], [[(0, 5)], [(1, 6), (0, 7)], [(1, 8, likely)], REPLY]
     reply, passed, calls = settled(tiny_tokenizer, ask=[first, [dead()], whole])
-    assert reply == REPLY and passed == [(0, 5), (1, 6), (0, 7), (1, 8)] and len(calls) == 3
+    assert reply == REPLY and passed == [(0, 5), (1, 6), (0, 7), (1, 8, likely)] and len(calls) == 3
     error, passed, _ = settled(tiny_tokenizer, ask=[first, [[(0, 9)], REPLY]])
     assert isinstance(error, AwayError) and "go on differently" in str(error) and passed == [(0, 5), (1, 6)]
     error, _, calls = settled(tiny_tokenizer, ask=[[dead()]] * (TRIES + 1))

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import http.client
 import importlib.util
 import json
 import re
@@ -23,8 +24,7 @@ from restorekv import CompressedContext, compress  # noqa: E402
 from restorekv.compression.generate import answer_ids, answer_text, stop_ids  # noqa: E402
 from restorekv.model.shape import decoder  # noqa: E402
 from restorekv.serve.documents import text_of  # noqa: E402
-from restorekv.serve.guard import Connection  # noqa: E402
-from restorekv.serve.run import Settings, application  # noqa: E402
+from restorekv.serve.run import HTTP, Settings, application  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
 from tests.helpers.models import build_model  # noqa: E402
 
@@ -49,7 +49,7 @@ def serving(model, tokenizer, folder: Path, **settings: object) -> Iterator[str]
 @contextlib.contextmanager
 def listening(app: FastAPI) -> Iterator[str]:
     """The address of a server in a thread of this process."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", http=Connection))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", **HTTP))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -124,11 +124,83 @@ def test_usage_is_true(client, file, model, tiny_tokenizer):
     assert counts[0].cache_write_tokens == counts[1].cached_tokens
 
 
+def test_the_chat_prefix_counts_once(client, model, tiny_tokenizer):
+    """One of three documents is known already; then all are."""
+    one, *new = [f"{name} {OTHER}" for name in ("one", "two", "three")]
+    known, *fresh = [expected(model, tiny_tokenizer, text).context for text in (one, *new)]
+    tokens = [known.prefix, *(each.tokens for each in (known, *fresh))]
+
+    def usage(*texts: str) -> tuple[int, int]:
+        parts = [{"type": "text", "text": each, "cache_control": {"type": "ephemeral"}} for each in texts]
+        details = ask(client, [{"role": "user", "content": [*parts, {"type": "text", "text": "Who?"}]}]).usage
+        return details.prompt_tokens_details.cached_tokens, details.prompt_tokens_details.cache_write_tokens
+
+    assert usage(one) == (0, sum(tokens[:2]))
+    assert usage(one, *new) == (tokens[1], sum(tokens) - tokens[1])
+    assert usage(one, *new) == (sum(tokens), 0)
+    assert usage(f"a {one}", f"b {one}")[0] == 0
+
+
 def test_streams_are_the_answer_in_pieces(client, file):
     whole = ask(client, about(file)).choices[0].message.content
     chunks = list(ask(client, about(file), stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == whole
     assert chunks[-1].usage.completion_tokens > 0 and chunks[-2].choices[0].finish_reason in ("stop", "length")
+
+
+def test_pieces_of_a_stream_have_their_log_probabilities(client, file):
+    options = {"temperature": 1.2, "seed": 5, "n": 2, "logprobs": True, "top_logprobs": 2}
+    whole, streamed = ask(client, about(file), **options).choices, [[], []]
+    for chunk in ask(client, about(file), stream=True, **options):
+        for choice in chunk.choices:
+            assert bool(choice.logprobs) or not choice.delta.content
+            streamed[choice.index] += choice.logprobs.content if choice.logprobs else []
+    for choice, pieces in zip(whole, streamed, strict=True):
+        assert [each.token for each in pieces] == [each.token for each in choice.logprobs.content]
+        assert [len(each.top_logprobs) for each in pieces] == [2] * len(pieces)
+        expected = [each.logprob for each in choice.logprobs.content]
+        assert [each.logprob for each in pieces] == pytest.approx(expected, abs=1e-4)
+
+
+def input_of(file: object, question: str = QUESTION) -> list[dict]:
+    parts = [{"type": "input_file", "file_id": file.id}, {"type": "input_text", "text": question}]
+    return [{"role": "user", "content": parts}]
+
+
+def test_a_stream_that_cannot_begin_is_refused(client, file):
+    long = "why " * 9000
+    with pytest.raises(openai.BadRequestError, match="longer than the model"):
+        ask(client, about(file, question=long), stream=True)
+    with pytest.raises(openai.BadRequestError, match="longer than the model"):
+        client.responses.create(model=VARIANT, input=input_of(file, long), stream=True)
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses"])
+def test_who_leaves_before_the_first_token_ends_the_answer(model, tiny_tokenizer, tmp_path, path):
+    inside, gone = threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        if threading.current_thread().name == "restorekv-answer":
+            inside.set()
+            gone.wait(30)
+
+    with serving(model, tiny_tokenizer, tmp_path, limits=Limits(tokens=1000)) as url:
+        client = client_of(url)
+        made = client.files.create(file=("doc.txt", TEXT.encode()), purpose="user_data")
+        client.files.wait_for_processing(made.id, poll_interval=0.05)
+        many = {"max_tokens": 1000, "n": 16, "messages": about(made)}
+        one = {"max_output_tokens": 1000, "input": input_of(made)}
+        body = {"model": VARIANT, "temperature": 2, "stream": True, **(many if path != "responses" else one)}
+        hook = decoder(model).layers[1].register_forward_pre_hook(wait)
+        connection = http.client.HTTPConnection(*url.split("/")[2].split(":"))
+        connection.request("POST", f"/v1/{path}", json.dumps(body), {"content-type": "application/json"})
+        assert inside.wait(30)
+        connection.close()
+        time.sleep(0.1)
+        gone.set()
+        hook.remove()
+        until(lambda: counted(client, "questions_total"))
+        assert counted(client, "tokens_total") < 200
 
 
 def test_turns_are_those_of_a_chat(client, file, model, tiny_tokenizer):
@@ -167,17 +239,18 @@ def test_several_documents_are_composed(client, file):
 
 
 def test_a_deleted_document_leaves_memory(client):
-    def held() -> int:
-        text = urlopen(f"{str(client.base_url).removesuffix('v1/')}metrics").read().decode()
-        return int(float(re.search(r"^restorekv_documents_held (\S+)", text, re.M)[1]))
-
-    before = held()
+    before = counted(client, "documents_held")
     made = client.files.create(file=("gone.txt", f"Gone soon. {OTHER}".encode()), purpose="user_data")
     client.files.wait_for_processing(made.id, poll_interval=0.05)
     ask(client, about(made))
-    assert held() == before + 1
+    assert counted(client, "documents_held") == before + 1
     client.files.delete(made.id)
-    assert held() == before
+    assert counted(client, "documents_held") == before
+
+
+def counted(client, name: str) -> int:
+    text = urlopen(f"{str(client.base_url).removesuffix('v1/')}metrics").read().decode()
+    return int(float(re.search(rf"^restorekv_{name} (\S+)", text, re.M)[1]))
 
 
 def test_files_are_listed_given_back_and_kept_apart(client, file):
@@ -248,6 +321,12 @@ def test_a_restart_loads_and_goes_on(model, tiny_tokenizer, tmp_path):
     assert [path.name for path in (tmp_path / "damaged").iterdir()] == [cache.name]
 
 
+def test_a_model_may_have_an_owner(model, tiny_tokenizer, tmp_path):
+    with listening(application(model, tiny_tokenizer, Settings(tmp_path, "Org/tiny", "Org/tiny:snapkv-0.4"))) as url:
+        for name in ("Org/tiny", "Org/tiny:snapkv-0.4"):
+            assert client_of(url).models.retrieve(name).id == json.load(urlopen(f"{url}/models/{name}"))["id"] == name
+
+
 def test_keys_limits_and_quotas(model, tiny_tokenizer, tmp_path):
     limits = {"keys": (KEY,), "limits": Limits(upload=2000), "memory": 1, "disk": 1}
     with serving(model, tiny_tokenizer, tmp_path, **limits) as url:
@@ -281,20 +360,56 @@ def test_uploads_of_many_kinds(tmp_path):
             text_of(name, b"\x00\xff")
 
 
+@pytest.mark.parametrize(
+    "page, text", [
+        ("<table><tr><th>Who</th><th>Age</th></tr><tr><td>Alice</td><td>42</td></table>", "Who Age\nAlice 42"),
+        ("<dl><dt>Age</dt><dd>7</dd></dl><select><option>a<option>b</select>", "Age\n7\na\nb"),
+        ("<ul>one</ul><footer>two</footer><figcaption>three</figcaption>four", "one\ntwo\nthree\nfour"),
+        ("<!doctype html><html><head><meta charset=utf-8><title>t</title><body><p>Hello", "Hello"),
+        ("<title>a<title>b</title>one<noscript><noscript><style></noscript> two", "one two"),
+        ("one<template>no<template>no</template>no</template> two</template> three", "one two three"),
+        ("<template>one", "one"), ("<script src=x /><style/>one<script>no", "one"),
+    ],
+)  # fmt: skip
+def test_pages_lose_and_glue_no_text(page, text):
+    assert text_of("a.html", page.encode()) == text
+
+
+def test_tables_of_word_files_are_read(tmp_path):
+    """Rows by lines and cells by tabs, merged cells once, tables inside of cells too."""
+    docx = pytest.importorskip("docx")
+    document = docx.Document()
+    document.add_paragraph("Ages:")
+    table = document.add_table(3, 3)
+    for number, name in enumerate("abcdefghi"):
+        table.cell(number // 3, number % 3).text = name
+    for first, last, name in (((0, 0), (0, 1), "wide"), ((1, 0), (2, 0), "tall")):
+        table.cell(*first).merge(table.cell(*last)).text = name
+    inner = table.cell(2, 2).add_table(1, 2)
+    inner.cell(0, 0).text, inner.cell(0, 1).text = "in", "ner"
+    document.add_paragraph("End.")
+    document.save(tmp_path / "a.docx")
+    text = text_of("a.docx", (tmp_path / "a.docx").read_bytes())
+    assert text == "Ages:\n\nwide\tc\ntall\te\tf\n\th\ti in ner\n\nEnd."
+
+
 def test_responses_go_on_from_the_one_before(client, file):
-    parts = [{"type": "input_file", "file_id": file.id}, {"type": "input_text", "text": QUESTION}]
     options = {"model": VARIANT, "temperature": 0, "max_output_tokens": 12}
-    first = client.responses.create(input=[{"role": "user", "content": parts}], **options)
+    first = client.responses.create(input=input_of(file), **options)
     assert first.output_text == ask(client, about(file)).choices[0].message.content
     second = client.responses.create(input="And then?", previous_response_id=first.id, **options)
     messages = [*about(file), {"role": "assistant", "content": first.output_text}]
     chat = ask(client, [*messages, {"role": "user", "content": "And then?"}])
     assert second.output_text == chat.choices[0].message.content
     assert second.usage.input_tokens == chat.usage.prompt_tokens
-    pieces = client.responses.create(input=[{"role": "user", "content": parts}], stream=True, **options)
+    pieces = client.responses.create(input=input_of(file), stream=True, **options)
     events = list(pieces)
     assert "".join(each.delta for each in events if each.type == "response.output_text.delta") == first.output_text
-    assert events[-1].type == "response.completed" and events[-1].response.output_text == first.output_text
+    status = events[-1].response.status
+    assert events[-1].type == f"response.{status}" and events[-1].response.output_text == first.output_text
+    short = list(client.responses.create(**{**options, "max_output_tokens": 1}, input=input_of(file), stream=True))
+    assert short[-1].type == "response.incomplete" and short[-1].response.status == "incomplete"
+    assert {each.item.status for each in short if each.type == "response.output_item.done"} == {"incomplete"}
     with pytest.raises(openai.NotFoundError, match="no response"):
         client.responses.create(input="And then?", previous_response_id="resp-none", **options)
 
@@ -313,7 +428,8 @@ def test_a_cache_file_goes_out_and_in(client, file, model, tiny_tokenizer, tmp_p
 
 
 def test_pages_of_other_sites_cannot_ask(client, file):
-    for headers in ({"Origin": "http://evil.example"}, {"Host": "evil.example:8080"}):
+    pages = {"Origin": "http://evil.example"}, {"Host": "evil.example:8080"}
+    for headers in (*pages, {**pages[1], "X-Forwarded-For": "8.8.8.8"}):
         with pytest.raises(openai.PermissionDeniedError, match="Another site"):
             client.models.list(extra_headers=headers)
     host = str(client.base_url).split("/")[2]

@@ -109,6 +109,9 @@ def test_streams_samples_stops_and_likelihoods(client, file, fake, model, tiny_t
     likely = ask(client, about(file), logprobs=True, top_logprobs=3).choices[0].logprobs.content
     assert [each.logprob for each in likely] == pytest.approx(list(plain.logprobs), abs=1e-3)
     assert [len(each.top_logprobs) for each in likely] == [3] * len(plain.ids)
+    streamed = ask(client, about(file), stream=True, logprobs=True, top_logprobs=3)
+    pieces = [each for chunk in streamed if chunk.choices[0].logprobs for each in chunk.choices[0].logprobs.content]
+    assert [each.logprob for each in pieces] == pytest.approx(list(plain.logprobs), abs=1e-3)
     chunks = list(ask(client, about(file), stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == plain.text
     assert chunks[-1].usage.completion_tokens == len(plain.ids) and chunks[-2].choices[0].finish_reason == plain.finish
@@ -163,13 +166,13 @@ def test_more_questions_than_wait_and_clients_who_leave(client, file, fake):
     async def many() -> None:
         asking = client_of(str(client.base_url), kind=openai.AsyncOpenAI)
         tasks = [asyncio.create_task(ask(asking, about(file, question=f"{n}?"), stream=True)) for n in range(6)]
-        streams = await asyncio.gather(*tasks)
         await asyncio.to_thread(until, lambda: len(fake.asked) == asked + 6)
         with pytest.raises(openai.RateLimitError):
             await ask(asking, about(file))
         assert len(fake.asked) == asked + 6
-        for stream in streams:
-            await stream.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     try:
         asyncio.run(many())

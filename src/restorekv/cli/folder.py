@@ -23,6 +23,7 @@ from restorekv.errors import RestoreKVError, first_sentence
 from restorekv.files import TEXT_LIMIT, check_target, read_bytes, read_json, write_json
 from restorekv.model.load import model_fingerprint, rope_fingerprint
 from restorekv.model.prompt import default_between, template_hash
+from restorekv.seal import file_digest
 from restorekv.serve.documents import text_of
 
 ENDINGS = {".txt", ".text", ".md", ".markdown", ".html", ".htm", ".pdf", ".docx"}
@@ -92,8 +93,9 @@ class Maker:
         record.parent.mkdir(exist_ok=True)
         compressed = compress(*self.opened, text_of(name, content), **self.recipe.options)
         seconds, plain = compressed.manifest.seconds, replace(compressed.manifest, seconds={})
+        record.unlink(missing_ok=True)  # a run that ends between the two lines below leaves none
         replace(compressed, manifest=plain).save(target, self.recipe.key)  # the same bytes, whoever makes it
-        write_json(record, {"of": digest, "seconds": seconds})
+        write_json(record, {"of": digest, "file": file_digest(target), "seconds": seconds})
         return Made("wrote", plain.bytes_held, plain.bytes_full)
 
 
@@ -102,13 +104,16 @@ def record_of(target: Path) -> Path:
 
 
 def existing(target: Path, record: Path, digest: str, key: bytes | None) -> Made | None:
-    """Returns what is there if it is whole and made of the same."""
+    """Returns what is there if it is whole and made of the same; old records do not name the file's bytes."""
     if not target.exists() or not record.exists():
         return None
     try:
-        if read_json(record, str(record)).get("of") != digest:
+        made = read_json(record, str(record))
+        if made.get("of") != digest:
             return None
         manifest = read(target, key).manifest
+        if made.get("file") not in (None, file_digest(target)):
+            return None
     except (RestoreKVError, AttributeError):  # damaged: it is made again
         return None
     return Made("kept", manifest.bytes_held, manifest.bytes_full)

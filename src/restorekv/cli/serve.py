@@ -47,7 +47,7 @@ def run(
         raise RestoreKVError("Replicas of --ray answer with the library; leave out --engine.")
     keys = read_keys(api_key_file) if api_key_file else ()
     server, store = loaded_server(host, keys), store or Path("restorekv-store")
-    shared = shared or ((store / "shared").resolve().as_uri() if spread.ray else None)
+    shared = shared or (str((store / "shared").resolve()) if spread.ray else None)
     own = {"url": vllm_url, "folder": vllm_store, "options": vllm_options and object_of("--vllm-options", vllm_options)}
     settings = server.Settings(
         store, model, f"{model}:{preset}-{ratio}", host, port, size_of("--memory", memory), size_of("--disk", disk),

@@ -209,6 +209,11 @@ class Row:
         best = logprobs.topk(self.decoding.logprobs)
         self.top.append(dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
 
+    @property
+    def likely(self) -> tuple[tuple[float, dict[int, float]], ...]:
+        """The last log-probability with the likeliest ids and theirs; nothing where they were not asked for."""
+        return ((self.logprobs[-1], self.top[-1]),) if self.logprobs else ()
+
     def ends(self) -> bool:
         """Whether a stop string, the criteria, the constraint or a caller who has gone end the answer here."""
         if self.cancelled():

@@ -112,7 +112,7 @@ def add_routes(app: FastAPI, service: Service, ready: Callable[[], bool]) -> Non
     async def models() -> dict:
         return {"object": "list", "data": [replies.model(name) for name in (service.base, service.default.name)]}
 
-    @app.get("/v1/models/{name}", response_model=schemas.Model)
+    @app.get("/v1/models/{name:path}", response_model=schemas.Model)
     async def one_model(name: str) -> dict:
         return replies.model(Variant.parse(name, service.base).name)
 

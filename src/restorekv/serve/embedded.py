@@ -163,7 +163,7 @@ class Embedded(Caches):
                 (each, sample), row = owners[place], rows[place]
                 each.first = each.first or time.perf_counter()
                 if waits(each):
-                    each.question.on_token(sample, token)
+                    each.question.on_token(sample, token, *row.likely)
                 left[id(each)] -= token in self.stops or len(row.answer) == limits[place] or row.ends()
                 if not left[id(each)] and waits(each):
                     self.reply(each)

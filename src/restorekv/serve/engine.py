@@ -57,7 +57,7 @@ class Document:
 
 @dataclass
 class Question:
-    """A request for one answer or several; tokens go to `on_token` as (sample, id), the answers to `done`."""
+    """A request for one answer or several; tokens go to `on_token` as (sample, id, *Row.likely), answers to `done`."""
 
     documents: Sequence[Document]
     turns: Sequence[tuple[str, str]]
@@ -65,7 +65,7 @@ class Question:
     system: str
     limit: int
     decoding: Decoding
-    on_token: Callable[[int, int], None]
+    on_token: Callable[..., None]
     done: Future = field(default_factory=Future)
     cancelled: bool = False
 
@@ -119,12 +119,12 @@ class Engine(Protocol):
 def begin(engine: Engine, **asked: Any) -> tuple[Question, asyncio.Future[Reply], asyncio.Queue]:
     """Asks an engine from a coroutine, with the fields of `Question`.
 
-    Returns the question, its reply, and a queue of (sample, id), at whose end stands None.
+    Returns the question, its reply, and a queue of what `on_token` gets, at whose end stands None.
     """
     loop, tokens = asyncio.get_running_loop(), asyncio.Queue()
 
-    def on_token(sample: int, token: int) -> None:
-        loop.call_soon_threadsafe(tokens.put_nowait, (sample, token))
+    def on_token(*item: Any) -> None:
+        loop.call_soon_threadsafe(tokens.put_nowait, item)
 
     question = Question(**asked, on_token=on_token)
     future = asyncio.wrap_future(engine.ask(question))

@@ -66,7 +66,7 @@ class Guard:
                 await self.bounded(scope, receive, named)
         finally:
             seconds = round(time.perf_counter() - start, 4)
-            line = {"id": name, "method": request.method, "path": request.url.path, "status": status}
+            line = {"id": name, "method": request.method, "path": scope["path"], "status": status}
             LOG.info(json.dumps({**line, "seconds": seconds}))
 
     def refusal(self, request: Request) -> Response | None:
@@ -74,7 +74,7 @@ class Guard:
         length = request.headers.get("content-length", "0")
         if not at_home(request, self.keys):
             return problem(403, "Another site's page asks; open this server's own address.")
-        needs_key = self.keys and request.url.path not in self.open_paths
+        needs_key = self.keys and request.scope["path"] not in self.open_paths  # url.path may be what Host says
         if needs_key and not allowed(request.headers.get("authorization", ""), self.keys):
             return problem(401, "Give a key of this server: Authorization: Bearer KEY.", "invalid_api_key")
         if not re.fullmatch(r"[0-9]{1,18}", length):
@@ -84,7 +84,8 @@ class Guard:
     async def bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs the application; a body that is too large or too slow ends with an answer that says so."""
         headers, begun, body = Request(scope).headers, False, Body(receive, self)
-        body.spooled = headers.get("content-type", "").startswith("multipart/form-data")
+        form = headers.get("content-type", "").startswith("multipart/form-data")
+        body.spooled = form and scope["path"] == "/v1/files"
 
         async def passed(message: Message) -> None:
             nonlocal begun

@@ -159,11 +159,11 @@ class RayEngine:
             if isinstance(item, Reply):
                 reply = item
                 continue
-            for sample, token in item:
+            for sample, token, *likely in item:
                 counts[sample] += 1
                 if counts[sample] > len(sent[sample]):
                     sent[sample].append(token)
-                    question.on_token(sample, token)
+                    question.on_token(sample, token, *likely)
                 elif sent[sample][counts[sample] - 1] != token:
                     raise AwayError("A replica ended, and another one would go on differently; ask again.")
         return reply

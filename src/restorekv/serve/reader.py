@@ -7,10 +7,15 @@ the package, so that it starts fast.
 import contextlib
 import io
 import sys
+from collections.abc import Iterator
 from html.parser import HTMLParser
+from typing import Any
 
-HIDDEN = {"script", "style", "head", "template", "noscript"}
-BLOCKS = {"p", "div", "br", "li", "tr", "h1", "h2", "h3", "h4", "h5", "h6", "section", "article", "blockquote", "pre"}
+HIDDEN = ("script", "style", "title", "noscript")  # nothing but their own end tag ends them
+BLOCKS = """address article aside blockquote body br caption center dd details dialog dir div dl dt fieldset figcaption
+figure footer form h1 h2 h3 h4 h5 h6 head header hgroup hr html legend li main menu nav ol optgroup option p pre search
+section select summary table tbody textarea tfoot thead tr ul"""
+BREAKS = {"td": " ", "th": " ", **dict.fromkeys(BLOCKS.split(), "\n")}
 PAGES = 20_000  # of a PDF
 LARGEST = 64 << 20  # bytes of a text; no model reads as much
 MISSING = 3  # the exit status where a library is not installed
@@ -25,7 +30,19 @@ def of_pdf(content: bytes) -> str:
 def of_docx(content: bytes) -> str:
     from docx import Document
 
-    return "\n\n".join(paragraph.text for paragraph in Document(io.BytesIO(content)).paragraphs)
+    return "\n\n".join(blocks(Document(io.BytesIO(content))))
+
+
+def blocks(place: Any) -> Iterator[str]:
+    """Yields the paragraphs and tables of a document or a cell, of a table a line a row with tabs between its cells."""
+    from docx.table import _Cell
+
+    for block in place.iter_inner_content():
+        if not hasattr(block, "rows"):
+            yield block.text
+            continue
+        rows = ([_Cell(cell, block) for cell in row._tr.tc_lst] for row in block.rows)  # row.cells repeats merged ones
+        yield "\n".join("\t".join(" ".join(" ".join(blocks(cell)).split()) for cell in row) for row in rows)
 
 
 def of_html(content: bytes) -> str:
@@ -40,20 +57,25 @@ def of_html(content: bytes) -> str:
 class Words(HTMLParser):
     """Collects the text outside of scripts and the like."""
 
+    CDATA_CONTENT_ELEMENTS = HIDDEN
+
     def __init__(self) -> None:
         super().__init__()
         self.parts: list[str] = []
-        self.hidden = 0
+        self.templates: list[int] = []  # the parts before each open template
+        self.hidden = False
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
-        self.hidden += tag in HIDDEN
-        if tag in BLOCKS:
-            self.parts.append("\n")
+        self.hidden = tag in HIDDEN
+        if tag == "template":
+            self.templates.append(len(self.parts))
+        self.parts.append(BREAKS.get(tag, ""))
 
     def handle_endtag(self, tag: str) -> None:
-        self.hidden -= tag in HIDDEN and self.hidden > 0
-        if tag in BLOCKS:
-            self.parts.append("\n")
+        self.hidden = False
+        if tag == "template" and self.templates:
+            del self.parts[self.templates.pop() :]
+        self.parts.append(BREAKS.get(tag, ""))
 
     def handle_data(self, data: str) -> None:
         if not self.hidden:

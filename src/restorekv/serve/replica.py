@@ -117,7 +117,7 @@ class Replica:
         yield self.about()
 
     async def ask(self, places: Sequence[Place], asked: dict[str, Any]) -> AsyncIterator[object]:
-        """Yields lists of (sample, id) as they are written, then the Reply and About; who stops listening ends it."""
+        """Yields lists of tokens as they are written, then the Reply and About; who stops listening ends it."""
         documents = [await self.held(place) for place in places]
         question, future, tokens = begin(self.engine, documents=documents, **asked)
         try:
@@ -152,7 +152,7 @@ def asked_of(question: Question) -> dict[str, Any]:
     return {name: getattr(question, name) for name in names}
 
 
-async def together(tokens: asyncio.Queue[tuple[int, int] | None]) -> list[tuple[int, int]]:
+async def together(tokens: asyncio.Queue[tuple | None]) -> list[tuple]:
     """Waits for a token and returns it with those that are there already; an empty list at the end."""
     written = [await tokens.get()]
     while written[-1] is not None and not tokens.empty():

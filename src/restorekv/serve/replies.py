@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.compression.answers import Answer
-from restorekv.serve.engine import Engine, Reply
+from restorekv.serve.engine import Document, Engine, Reply
 from restorekv.serve.store import Upload
 
 
 @dataclass(frozen=True)
 class About:
-    """What every part of an answer says: its id, model and time, and the tokens of documents compressed for it."""
+    """What every part of an answer says: its id, model and time, and the documents that it is about."""
 
     id: str
     model: str
     created: int
-    made: int
+    documents: Sequence[Document]
 
     def described(self, kind: str) -> dict:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -31,16 +31,18 @@ def completion(about: About, reply: Reply, tokenizer: Tokenizer, logprobs: bool 
     choices = [
         {
             "index": number, "message": {"role": "assistant", "content": answer.text, "refusal": None},
-            "finish_reason": answer.finish, "logprobs": likelihoods(answer, tokenizer) if logprobs else None,
+            "finish_reason": answer.finish,
+            "logprobs": likelihoods(zip(answer.ids, answer.logprobs or (), answer.top or (), strict=True), tokenizer)
+            if logprobs else None,
         }
         for number, answer in enumerate(reply.answers)
     ]  # fmt: skip
     return {**about.described("chat.completion"), "choices": choices, **usage(about, reply)}
 
 
-def chunk(about: About, number: int, delta: dict, finish: str | None = None) -> dict:
+def chunk(about: About, number: int, delta: dict, finish: str | None = None, logprobs: dict | None = None) -> dict:
     """Returns a piece of one answer."""
-    choices = [{"index": number, "delta": delta, "finish_reason": finish}]
+    choices = [{"index": number, "delta": delta, "finish_reason": finish, "logprobs": logprobs}]
     return {**about.described("chat.completion.chunk"), "choices": choices}
 
 
@@ -52,21 +54,22 @@ def usage_chunk(about: About, reply: Reply) -> dict:
 def usage(about: About, reply: Reply) -> dict:
     """Returns tokens as the model would have read them, those that came from a cache, and what is held."""
     prompt, written = reply.document_tokens + reply.read, sum(len(answer.ids) for answer in reply.answers)
-    cached = reply.document_tokens - about.made - reply.computed
-    details = {"cached_tokens": cached, "cache_write_tokens": about.made}
+    fresh = [each.tokens for each in about.documents if each.fresh]
+    repeated = sum(each.tokens for each in about.documents) - reply.document_tokens  # chat prefixes but the first
+    made = sum(fresh) - repeated // max(len(about.documents) - 1, 1) * max(len(fresh) - 1, 0)
+    details = {"cached_tokens": reply.document_tokens - made - reply.computed, "cache_write_tokens": made}
     tokens = {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
     held = {"pairs": reply.pairs, "bytes": reply.bytes, "seconds": reply.seconds}
     return {"usage": {**tokens, "prompt_tokens_details": details}, "restorekv": held}
 
 
-def likelihoods(answer: Answer, tokenizer: Tokenizer) -> dict:
-    """Returns the log-probability of every token, with the likeliest ones."""
+def likelihoods(rows: Iterable[tuple[int, float, dict[int, float]]], tokenizer: Tokenizer) -> dict:
+    """Returns the log-probabilities of tokens, given with those of the likeliest ones."""
 
     def shown(token: int, value: float) -> dict:
         text = tokenizer.decode([token])
         return {"token": text, "logprob": value, "bytes": list(text.encode())}
 
-    rows = zip(answer.ids, answer.logprobs or (), answer.top or (), strict=True)
     return {"content": [{**shown(token, value), "top_logprobs": [shown(*each) for each in top.items()]}
                         for token, value, top in rows], "refusal": None}  # fmt: skip
 

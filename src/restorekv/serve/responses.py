@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field
 
 from restorekv.errors import RestoreKVError
@@ -82,16 +82,16 @@ def add_responses(app: FastAPI, service: Service) -> None:
     @app.post("/v1/responses", responses=schemas.streamed(schemas.Response))
     async def respond(request: Request, asked: ResponsesRequest) -> Response:
         chat = asked.chat(remembered.before(asked.previous_response_id))
-        pending = await service.asked(chat, "resp")
+        limits = request.is_disconnected, service.limits.seconds
+        pending = await service.asked(chat, "resp", limits[0])
 
         def done(reply: Reply) -> dict:
-            text = reply.answers[0].text
-            remembered.add(pending.about.id, chat.messages, text)
-            return response(pending, asked, "completed", [message(pending, text)], reply)
+            remembered.add(pending.about.id, chat.messages, reply.answers[0].text)
+            return response(pending, asked, reply)
 
         if asked.stream:
-            return StreamingResponse(events(pending, asked, done), media_type="text/event-stream")
-        return JSONResponse(done(await pending.whole(request.is_disconnected, service.limits.seconds)))
+            return await pending.stream(events(pending, asked, done), *limits)
+        return JSONResponse(done(await pending.whole(*limits)))
 
 
 async def events(pending: Pending, asked: ResponsesRequest, done: Callable[[Reply], dict]) -> AsyncIterator[str]:
@@ -106,17 +106,17 @@ async def events(pending: Pending, asked: ResponsesRequest, done: Callable[[Repl
 
     place = {"item_id": f"msg_{pending.about.id}", "output_index": 0, "content_index": 0}
     try:
-        yield event("response.created", response=response(pending, asked, "in_progress", []))
-        yield event("response.output_item.added", output_index=0, item=message(pending, None))
+        yield event("response.created", response=response(pending, asked))
+        yield event("response.output_item.added", output_index=0, item=message(pending))
         yield event("response.content_part.added", part=part(""), **place)
-        async for _, piece in pending.pieces():
+        async for _, piece, _ in pending.pieces():
             yield event("response.output_text.delta", delta=piece, logprobs=[], **place)
         reply = pending.future.result()
         text = reply.answers[0].text
         yield event("response.output_text.done", text=text, logprobs=[], **place)
         yield event("response.content_part.done", part=part(text), **place)
-        yield event("response.output_item.done", output_index=0, item=message(pending, text))
-        yield event("response.completed", response=done(reply))
+        yield event("response.output_item.done", output_index=0, item=message(pending, reply))
+        yield event(f"response.{status_of(reply)}", response=done(reply))
     except RestoreKVError as error:
         yield event("error", code="server_error", message=str(error), param=None)
 
@@ -125,17 +125,23 @@ def part(text: str) -> dict:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def message(pending: Pending, text: str | None) -> dict:
-    """Returns the answer as an item of the output; without a text, one that is being written."""
-    status, content = ("in_progress", []) if text is None else ("completed", [part(text)])
-    name = f"msg_{pending.about.id}"
-    return {"id": name, "type": "message", "role": "assistant", "status": status, "content": content}
+def status_of(reply: Reply | None) -> str:
+    """Returns how far a response is; without a reply, it is being written."""
+    if reply is None:
+        return "in_progress"
+    return "incomplete" if reply.answers[0].finish == "length" else "completed"
 
 
-def response(
-    pending: Pending, asked: ResponsesRequest, status: str, output: list[dict], reply: Reply | None = None
-) -> dict:
+def message(pending: Pending, reply: Reply | None = None) -> dict:
+    """Returns the answer as an item of the output; without a reply, one that is being written."""
+    name, content = f"msg_{pending.about.id}", [part(reply.answers[0].text)] if reply else []
+    return {"id": name, "type": "message", "role": "assistant", "status": status_of(reply), "content": content}
+
+
+def response(pending: Pending, asked: ResponsesRequest, reply: Reply | None = None) -> dict:
     """Returns the object of a response, with what it cost at its end."""
+    status, output = status_of(reply), [message(pending, reply)] if reply else []
+    short = {"reason": "max_output_tokens"} if status == "incomplete" else None
     told = replies.usage(pending.about, reply) if reply else {}
     counts = told.pop("usage", None)
     usage = counts and {
@@ -143,11 +149,10 @@ def response(
         "total_tokens": counts["total_tokens"], "input_tokens_details": counts["prompt_tokens_details"],
         "output_tokens_details": {"reasoning_tokens": 0},
     }  # fmt: skip
-    short = reply is not None and reply.answers[0].finish == "length"
     return {
         "id": pending.about.id, "object": "response", "created_at": pending.about.created, "model": asked.model,
-        "status": "incomplete" if short else status, "output": output, "usage": usage, "error": None,
-        "incomplete_details": {"reason": "max_output_tokens"} if short else None, "tools": [], "tool_choice": "auto",
+        "status": status, "output": output, "usage": usage, "error": None,
+        "incomplete_details": short, "tools": [], "tool_choice": "auto",
         "instructions": asked.instructions, "previous_response_id": asked.previous_response_id, "metadata": {},
         "parallel_tool_calls": False, "temperature": asked.temperature, "top_p": asked.top_p, **told,
     }  # fmt: skip

@@ -29,6 +29,9 @@ from restorekv.serve.store import UPLOADED, Store
 from restorekv.serve.variants import Variant
 
 ENGINES = {"embedded": "restorekv.serve.embedded:Embedded", "vllm": "restorekv.serve.with_vllm:Vllm"}
+HTTP = {  # without proxy headers, in which a client could name an address of its own
+    "http": Connection, "proxy_headers": False, "access_log": False, "timeout_graceful_shutdown": 30,
+}  # fmt: skip
 PROBE = "The code of the red house is seven, and the code of the blue house is nine. " * 8
 
 
@@ -120,8 +123,7 @@ def serve(app: FastAPI, settings: Settings) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("uvicorn.error").addFilter(lambda _: app.state.problem is None)  # it would print a stack trace
     try:
-        uvicorn.run(app, host=settings.host, port=settings.port, log_level="warning", access_log=False,
-                    timeout_graceful_shutdown=30, http=Connection)  # fmt: skip
+        uvicorn.run(app, host=settings.host, port=settings.port, log_level="warning", **HTTP)
     except SystemExit:
         if app.state.problem:
             raise app.state.problem from None

@@ -11,8 +11,9 @@ import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from fastapi import UploadFile
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -29,6 +30,7 @@ from restorekv.serve.variants import Variant
 LOG = logging.getLogger("restorekv.serve")
 PATIENCE = 5.0  # seconds until an upload is tried again whose engine was away
 READERS = ThreadPoolExecutor(2, "restorekv-read")  # for files in requests, which may take long to read
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -131,23 +133,27 @@ class Service:
 
     async def complete(self, request: ChatRequest, gone: Callable[[], object]) -> Response:
         """Answers a chat request, whole or as a stream."""
-        pending = await self.asked(request, "chatcmpl")
+        pending = await self.asked(request, "chatcmpl", gone)
         if request.stream:
-            return StreamingResponse(streamed(pending, request), media_type="text/event-stream")
+            return await pending.stream(streamed(pending, request), gone, self.limits.seconds)
         reply = await pending.whole(gone, self.limits.seconds)
         return JSONResponse(replies.completion(pending.about, reply, self.engine.tokenizer, request.logprobs))
 
-    async def asked(self, request: ChatRequest, kind: str) -> Pending:
+    async def asked(self, request: ChatRequest, kind: str, gone: Callable[[], object]) -> Pending:
         """Hands a request to the engine; `kind` begins the id of the answer."""
         asked, variant = conversation(request.messages), Variant.parse(request.model, self.base)
         decoding = request.decoding(secrets.randbelow(2**31))
-        documents = await self.documents(asked.documents, variant)
-        made = sum(document.tokens for document in documents if document.fresh)
+        getting = asyncio.ensure_future(self.documents(asked.documents, variant))
+        try:
+            documents = await asyncio.wait_for(watched(getting, gone), self.limits.seconds)
+        except BaseException:  # one that is compressed already is finished all the same
+            getting.cancel()
+            raise
         question, future, tokens = begin(
             self.engine, documents=documents, turns=asked.turns, text=asked.question, system=asked.system,
             limit=request.limit(self.limits.tokens), decoding=decoding,
         )  # fmt: skip
-        about = replies.About(f"{kind}-{secrets.token_hex(12)}", request.model, int(time.time()), made)
+        about = replies.About(f"{kind}-{secrets.token_hex(12)}", request.model, int(time.time()), documents)
         texts = [Growing(self.engine.tokenizer, self.engine.stops, decoding.stop) for _ in range(decoding.samples)]
         return Pending(question, future, tokens, texts, about)
 
@@ -158,28 +164,44 @@ class Pending:
 
     question: Question
     future: asyncio.Future[Reply]
-    tokens: asyncio.Queue[tuple[int, int] | None]
+    tokens: asyncio.Queue[tuple | None]
     texts: list[Growing]
     about: replies.About
+    first: list[tuple | None] = field(default_factory=list)  # of the tokens, where it was waited for
 
     async def whole(self, gone: Callable[[], object], seconds: float) -> Reply:
         """Returns the reply; a client who leaves and a limit of seconds end the writing."""
+        return await self.awaited(self.future, gone, seconds)
+
+    async def stream(self, events: AsyncIterator[str], gone: Callable[[], object], seconds: float) -> Response:
+        """Returns the events as a response once the first token is there; raises what is wrong with the question."""
+        self.first = [await self.awaited(asyncio.ensure_future(self.tokens.get()), gone, seconds)]
+        if self.first == [None]:
+            self.future.result()
+        return StreamingResponse(events, media_type="text/event-stream")
+
+    async def awaited(self, future: asyncio.Future[T], gone: Callable[[], object], seconds: float) -> T:
+        """Returns the result of a future unless `whole` ends the writing."""
         try:
-            return await asyncio.wait_for(watched(self.future, gone), seconds)
+            return await asyncio.wait_for(watched(future, gone), seconds)
         except BaseException:
             self.question.cancelled = True
             raise
 
-    async def pieces(self) -> AsyncIterator[tuple[int, str]]:
-        """Yields (sample, piece of its text); whoever stops listening ends the writing."""
+    async def pieces(self) -> AsyncIterator[tuple[int, str, list[tuple]]]:
+        """Yields (sample, piece of its text, its ids with `Row.likely`); whoever stops listening ends the writing."""
+        likely: list[list[tuple]] = [[] for _ in self.texts]
         try:
-            while (item := await self.tokens.get()) is not None:
-                if piece := self.texts[item[0]].push(item[1]):
-                    yield item[0], piece
+            while (item := self.first.pop() if self.first else await self.tokens.get()) is not None:
+                sample, token, *more = item
+                likely[sample] += [(token, *each) for each in more]
+                if piece := self.texts[sample].push(token):
+                    yield sample, piece, likely[sample]
+                    likely[sample] = []
             await self.future
             for number, text in enumerate(self.texts):
-                if rest := text.rest():
-                    yield number, rest
+                if (rest := text.rest()) or likely[number]:
+                    yield number, rest, likely[number]
         finally:
             self.question.cancelled = True
 
@@ -190,8 +212,9 @@ async def streamed(pending: Pending, request: ChatRequest) -> AsyncIterator[str]
     try:
         for number in range(len(pending.texts)):
             yield event(replies.chunk(about, number, {"role": "assistant", "content": ""}))
-        async for number, piece in pending.pieces():
-            yield event(replies.chunk(about, number, {"content": piece}))
+        async for number, piece, likely in pending.pieces():
+            logprobs = replies.likelihoods(likely, pending.texts[number].tokenizer) if likely else None
+            yield event(replies.chunk(about, number, {"content": piece}, logprobs=logprobs))
         reply = pending.future.result()
         for number, answer in enumerate(reply.answers):
             yield event(replies.chunk(about, number, {}, answer.finish))
@@ -202,8 +225,8 @@ async def streamed(pending: Pending, request: ChatRequest) -> AsyncIterator[str]
         yield event({"error": {"message": str(error), "type": "server_error"}})
 
 
-async def watched(future: asyncio.Future[Reply], gone: Callable[[], object]) -> Reply:
-    """Waits for a reply; a client who has gone ends the waiting."""
+async def watched(future: asyncio.Future[T], gone: Callable[[], object]) -> T:
+    """Returns the result of a future; a client who has gone ends the waiting."""
     while not future.done():
         await asyncio.wait([future], timeout=1.0)
         if not future.done() and await gone():

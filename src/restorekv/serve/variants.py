@@ -32,18 +32,21 @@ class Variant:
     @classmethod
     def parse(cls, name: str, base: str) -> Self:
         """Reads a model id such as smollm2:fast-0.1; refuses what this server does not have."""
-        given, colon, rest = name.partition(":")
+        if name == base:
+            return cls(base)
+        before, _, rest = name.partition(f"{base}:")
         method, dash, ratio = rest.removesuffix(ALONE).rpartition("-")
-        if given != base or (colon and not (dash and (method in PRESETS or method in EVICTORS))):
+        if before or not (dash and (method in PRESETS or method in EVICTORS)):
             raise RestoreKVError(f"There is no model {name!r} here; use {base}, or for example {base}:fast-0.1.")
-        return cls(base, method, exact_ratio(ratio), not rest.endswith(ALONE)) if colon else cls(base)
+        return cls(base, method, exact_ratio(ratio), not rest.endswith(ALONE))
 
     @property
     def name(self) -> str:
         """The model id."""
         if not self.method:
             return self.base
-        return f"{self.base}:{self.method}-{float(self.ratio):g}" + ALONE * (not self.restores)
+        ratio = str(float(self.ratio)).removesuffix(".0")
+        return f"{self.base}:{self.method}-{ratio}" + ALONE * (not self.restores)
 
     @property
     def options(self) -> dict[str, object]:

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -215,14 +216,14 @@ class Vllm(Caches):
             async for piece in pieces:
                 asked.cached = asked.cached if piece.cached is None else piece.cached
                 row = asked.rows[piece.sample]
-                for token in piece.ids:
+                for token, likely in zip_longest(piece.ids, piece.likely):
+                    if likely:
+                        row.logprobs.append(likely[0])
+                        best = sorted(likely[1].items(), key=lambda pair: -pair[1])
+                        row.top.append(dict(best[: question.decoding.logprobs]))
                     asked.first = asked.first or time.perf_counter()
                     row.answer.append(token)
-                    question.on_token(piece.sample, token)
-                for value, top in piece.likely:
-                    row.logprobs.append(value)
-                    best = sorted(top.items(), key=lambda pair: -pair[1])
-                    row.top.append(dict(best[: question.decoding.logprobs]))
+                    question.on_token(piece.sample, token, *row.likely)
 
     def reply(self, asked: AskedThere) -> Reply:
         """Returns what was written, in the words of the library."""
