@@ -1,6 +1,7 @@
 """The shape of the source: imports go downwards only, files and functions stay short."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,8 @@ def test_files_and_functions_are_short(path):
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             assert node.end_lineno - node.lineno < 50, f"{node.name} is too long"
+
+
+def test_tests_share_helpers_and_not_each_other():
+    for path in (ROOT / "tests").rglob("*.py"):
+        assert not re.search(r"^\s*(from|import) tests\.(\w+\.)*test_", path.read_text(), re.MULTILINE), path

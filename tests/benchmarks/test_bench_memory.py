@@ -14,7 +14,7 @@ from benchmarks.memory_on_paper import LENGTHS, MODELS, PART, table
 from benchmarks.memory_table import bound, markdown, seconds_table
 from benchmarks.workload import SHAPE, save_model, save_tokenizer
 from restorekv.errors import RestoreKVError
-from tests.benchmarks.test_bench_scorers import TINY
+from tests.helpers.shapes import TINY
 
 
 @pytest.fixture(scope="module")

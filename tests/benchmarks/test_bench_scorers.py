@@ -6,11 +6,7 @@ import torch
 from benchmarks.scorers import Options, markdown, run
 from restorekv.errors import RestoreKVError
 from restorekv.evictors import EVICTORS
-
-TINY = {
-    "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "intermediate_size": 48, "vocab_size": 320,
-}  # fmt: skip
+from tests.helpers.shapes import TINY
 
 
 def test_every_method_is_measured():

@@ -7,8 +7,8 @@ from transformers import DynamicCache
 from restorekv.cache.ragged import RaggedCache
 from restorekv.model import attention
 from restorekv.model.shape import CacheShape
+from tests.helpers.attention import ON_CPU
 from tests.helpers.models import build_model
-from tests.model.attention.test_attention import ON_CPU
 
 CONTEXT, QUESTION = 40, 7
 

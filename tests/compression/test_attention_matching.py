@@ -29,8 +29,8 @@ from restorekv.model.prefill import prefill
 from restorekv.model.prompt import encode, make_context
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tiny.suite import documents
+from tests.helpers.attention import ON_CPU
 from tests.helpers.models import build_model
-from tests.model.attention.test_attention import ON_CPU
 
 TEXT = "the code of the red house is seven; who lives in the blue house? one two, three four five. " * 3
 E3 = np.exp(3.0)

@@ -10,7 +10,7 @@ import torch
 from restorekv import Chat, CompressedContext, compress
 from restorekv.compression.generate import stop_ids
 from restorekv.errors import CacheFileError, RestoreKVError
-from tests.compression.test_compressor import QUESTIONS, TEXT, make_adapter
+from tests.helpers.compressing import QUESTIONS, TEXT, make_adapter
 from tests.helpers.models import build_model
 
 

@@ -19,20 +19,8 @@ from restorekv.errors import AdapterError, BudgetError, CacheFileError, RestoreK
 from restorekv.model.prompt import BETWEEN, make_context
 from restorekv.model.shape import CacheShape
 from restorekv.restore.adapter import RestoreAdapter
+from tests.helpers.compressing import QUESTIONS, TEXT, TOKENS, make_adapter
 from tests.helpers.models import build_model
-
-TEXT = "The code of the red house is seven. The blue house has a green door, and nobody lives there. " * 2
-QUESTIONS = ["Which code?", "Who lives in the blue house, and why?", "Green?"]
-TOKENS = 4  # restore tokens
-
-
-def make_adapter(model):
-    adapter = RestoreAdapter.create(model, TOKENS, rank=2, alpha=4, seed=0)
-    with torch.no_grad():
-        for name, parameter in adapter.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1)
-    return adapter
 
 
 @pytest.fixture

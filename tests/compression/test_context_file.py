@@ -14,7 +14,7 @@ from restorekv.errors import CacheFileError
 from restorekv.files import HOST, read_tensors
 from restorekv.model.prompt import make_context
 from restorekv.model.shape import CacheShape
-from tests.compression.test_generate import TEXT, make_cache
+from tests.helpers.decoding import TEXT, make_cache
 from tests.hostile.damage import File
 
 

@@ -11,7 +11,7 @@ from restorekv.compression.answers import ask, ask_each
 from restorekv.compression.generate import Steps
 from restorekv.model import attention
 from restorekv.model.prompt import make_context, question_ids
-from tests.compression.test_generate import QUESTIONS, TEXT, make_cache
+from tests.helpers.decoding import QUESTIONS, TEXT, make_cache
 from tests.helpers.models import build_model, greedy
 
 

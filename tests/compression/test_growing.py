@@ -8,7 +8,7 @@ from restorekv import CompressedContext, compose, compress
 from restorekv.errors import BudgetError, RestoreKVError, RestoreKVWarning
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import make_context
-from tests.compression.test_compressor import QUESTIONS, TEXT, make_adapter
+from tests.helpers.compressing import QUESTIONS, TEXT, make_adapter
 from tests.helpers.models import build_model
 
 LONG = TEXT * 2

@@ -11,7 +11,7 @@ from restorekv.files import open_tensors
 from restorekv.model.prompt import question_ids
 from restorekv.restore.adapter_file import read
 from restorekv.seal import sealed
-from tests.compression.test_compressor import QUESTIONS, TEXT, make_adapter
+from tests.helpers.compressing import QUESTIONS, TEXT, make_adapter
 from tests.helpers.models import build_model
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 1024}

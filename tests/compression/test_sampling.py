@@ -13,7 +13,7 @@ from transformers.generation import StoppingCriteria
 from restorekv import ask_many, compress
 from restorekv.compression.sampling import Decoding, DecodingOptions, Row
 from restorekv.errors import RestoreKVError
-from tests.compression.test_compressor import QUESTIONS, TEXT, make_adapter
+from tests.helpers.compressing import QUESTIONS, TEXT, make_adapter
 from tests.helpers.models import build_model
 
 SETTINGS = [

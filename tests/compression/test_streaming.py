@@ -19,8 +19,8 @@ from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context, make_context
 from restorekv.model.shape import CacheShape
 from restorekv.restore.adapter import RestoreAdapter
-from tests.evictors.test_gates import save_gate
 from tests.helpers.cli_world import build_world, cli
+from tests.helpers.gates import save_gate
 from tests.helpers.models import build_model
 
 TEXT = "The code of the red house is seven. The blue house has a green door, and nobody lives there. " * 2

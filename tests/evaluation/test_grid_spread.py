@@ -19,6 +19,7 @@ from restorekv.evaluation.grid import jobs
 from restorekv.evaluation.ray_pool import TRIES, RayPool
 from restorekv.evaluation.run import run
 from tests.helpers.grid_world import contents, grid, save_world
+from tests.helpers.workers import children, running
 
 BENCHMARK = "bundled:count=6,low=100,high=160"
 
@@ -174,21 +175,6 @@ def program(*given: object, **environment: str) -> subprocess.Popen:
     )
 
 
-def children(process: int) -> set[int]:
-    """Every process that stems from this one."""
-    stems = {process}
-    parents = {}
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = status.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        parents[int(status.parent.name)] = int(fields[1])
-    for _ in parents:
-        stems |= {child for child, parent in parents.items() if parent in stems}
-    return stems - {process}
-
-
 @pytest.mark.slow
 def test_ctrl_c_leaves_no_process(world, tmp_path):
     with program(tmp_path, "local", "cpu", 400) as process:
@@ -201,13 +187,6 @@ def test_ctrl_c_leaves_no_process(world, tmp_path):
     time.sleep(3)
     assert not [child for child in started if running(child)]
     assert all(result.lines for result in results.load(tmp_path))
-
-
-def running(process: int) -> bool:
-    try:
-        return " Z " not in Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return False
 
 
 @contextmanager

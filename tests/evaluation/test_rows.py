@@ -15,17 +15,11 @@ from restorekv.evaluation.rows import payload, rows, summary
 from restorekv.evaluation.run import run
 from restorekv.files import write_json
 from restorekv.restore.adapter import RestoreAdapter
-from restorekv.tiny.world import Document, Question
+from tests.helpers.documents import DOCUMENTS
 from tests.helpers.grid_results import facts
 from tests.helpers.grid_world import Plain
 from tests.helpers.models import build_model
 
-TEXT = "the code of the red house is seven; who lives in the blue house? the blue house is the code of who. " * 2
-QUESTIONS = (
-    Question("who?", ("red",), "red", "qa", "all", 3),
-    Question("what?", ("is",), "is", "vt", "all", 3),
-)
-DOCUMENTS = [Document(TEXT + tail, "made", QUESTIONS) for tail in ("red", "blue house")]
 LAYERS, HEADS, DIM = 3, 2, 16
 
 

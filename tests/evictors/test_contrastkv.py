@@ -13,8 +13,8 @@ from restorekv.errors import RestoreKVError
 from restorekv.evictors.contrastkv import ContrastKV, ContrastKVSimple
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context, make_context
-from tests.evictors.test_kvzip import TEXT, assert_relative, projected, repeat_ids
 from tests.helpers.models import build_model
+from tests.helpers.scoring import TEXT, assert_relative, projected, repeat_ids
 
 NAMES = ["contrastkv", "contrastkv-simple"]
 

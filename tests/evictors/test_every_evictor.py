@@ -18,7 +18,7 @@ from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.config import TrainConfig
 from restorekv.train.examples import Example
 from restorekv.train.loop import train
-from tests.evictors.test_gates import random_layers, save_gate
+from tests.helpers.gates import random_layers, save_gate
 from tests.helpers.models import build_model
 
 TEXT = "The code of the red house is seven. The blue house has a green door, and nobody lives there. " * 2

@@ -13,7 +13,7 @@ from restorekv import evictors
 from restorekv.compression.eviction import Eviction
 from restorekv.errors import GateError, RestoreKVError
 from restorekv.evictors import gate_file
-from restorekv.evictors.gate_file import Gate, GateCard
+from restorekv.evictors.gate_file import GateCard
 from restorekv.model.load import bundled_path, load_model
 from restorekv.model.observer import observe_layers
 from restorekv.model.prefill import prefill
@@ -21,33 +21,13 @@ from restorekv.model.prompt import Context
 from restorekv.model.shape import CacheShape
 from restorekv.tiny.suite import documents
 from restorekv.train.gate import overlap, spearman
+from tests.helpers.gates import RANK, SINKS, S, T, random_layers, save_gate
 from tests.helpers.models import build_model
-
-S, T, RANK, SINKS, WIDTH = 3, 61, 8, 5, 7
 
 
 def make_context(length=T, prefix=S):
     ids = torch.randint(3, 320, (1, prefix + length), generator=torch.Generator().manual_seed(1))
     return Context(ids, prefix, torch.zeros(1, 0, dtype=torch.long))
-
-
-def random_layers(kind, model, seed=0):
-    """Parameters far from their starting values, so that each of them shows."""
-    generator, shape = torch.Generator().manual_seed(seed), CacheShape.of(model)
-    free = {
-        "q_norm.weight": torch.empty(RANK), "k_base": torch.empty(1, 1, SINKS, 1), "0.weight": torch.empty(WIDTH, 1)
-    }  # fmt: skip
-    wanted = gate_file.shapes(kind, shape, free)
-    return [
-        {name: torch.randn(size, generator=generator) * 0.5 for name, size in wanted.items()}
-        for _ in range(shape.layers)
-    ]
-
-
-def save_gate(path, kind, model, layers=None):
-    card = GateCard.of(model, kind, "kvzip", settings={"seed": 1}, figures={"loss": 0.5})
-    gate_file.write(path, Gate(layers or random_layers(kind, model), card))
-    return str(path)
 
 
 def observed(spec, model, context, chunk=4096):

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from restorekv.errors import GateError
 from restorekv.evictors import gate_file, published_gate
 from restorekv.evictors.published_gate import FAST_KVZIP, convert
-from tests.evictors.test_gates import random_layers
 from tests.helpers.cli_world import cli
+from tests.helpers.gates import random_layers
 from tests.helpers.models import build_model
 
 MODEL = build_model("qwen3")

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from restorekv.compression.eviction import Eviction
 from restorekv.model.prompt import Context
+from tests.helpers.blocked import TOLERANCE, make, written_out
 from tests.helpers.kernels import compiled, without_triton
 from tests.helpers.models import build_model
-from tests.model.attention.test_blocked import TOLERANCE, make, written_out
 
 triton_maxima = pytest.importorskip("restorekv.evictors.triton_maxima")
 from restorekv.model.attention.triton_attend import INTERPRETED  # noqa: E402

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.cli.test_bad_input import CASES, USAGE
+from tests.helpers.bad_input import CASES, USAGE
 from tests.helpers.cli_world import QUESTION, World
 
 Words = list[object]

@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from tests.cli.test_bad_input import files_below
+from tests.helpers.bad_input import files_below
 from tests.helpers.cli_world import Result, World, build_world, cli
 from tests.helpers.models import build_tokenizer
 from tests.hostile.command_kinds import SECONDS, Kind, Words, known, values, wrong_values

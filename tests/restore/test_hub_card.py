@@ -15,9 +15,9 @@ from restorekv.model.load import bundled_path, load_model
 from restorekv.restore import model_card
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.restore.adapter_file import SUM, read
+from tests.helpers.cards import adapter_of, card_of, rows
 from tests.helpers.cli_world import TEXT, World, build_world, cli
 from tests.helpers.hub_world import front_matter_errors, local_hub
-from tests.helpers.models import build_model
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {"lr": 2e-4, "targets": ["q_proj"], "clip": None, "note": "a | b\nc <img>"}
@@ -32,26 +32,6 @@ RESULTS = [{"benchmark": "suite", "ratio": 0.05, "base": 70.1, "restored": 92.7,
 @pytest.fixture(scope="module")
 def world(tmp_path_factory, tiny_tokenizer) -> World:
     return build_world(tmp_path_factory.mktemp("world"), tiny_tokenizer)
-
-
-def adapter_of(name="Qwen/Qwen3-tiny", targets=("q_proj", "v_proj"), **record):
-    model = build_model("qwen3")
-    model.config._name_or_path = name
-    adapter = RestoreAdapter.create(model, 4, rank=2, targets=targets)
-    if record:
-        adapter.describe(**{"evictor": "kvzip", "prefix_policy": "free", "ratio_range": (0.025, 0.25), **record})
-    return adapter
-
-
-def card_of(adapter):
-    return model_card.render(adapter.card, adapter.config)
-
-
-def rows(text, title):
-    """The table under a heading, as {first cell: other cells}."""
-    section = text.split(f"## {title}\n")[1].split("\n## ")[0]
-    lines = [re.split(r"(?<!\\)\|", line)[1:-1] for line in section.splitlines() if line.startswith("|")]
-    return {line[0].strip(): [each.strip() for each in line[1:]] for line in lines[2:]}
 
 
 def test_everything_recorded_is_shown():

@@ -13,10 +13,10 @@ from restorekv.model.load import load_model
 from restorekv.restore import publish
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.restore.adapter_file import read
-from tests.evaluation.test_rows import DOCUMENTS
+from tests.helpers.cards import adapter_of, rows
 from tests.helpers.cli_world import World, build_world, cli
+from tests.helpers.documents import DOCUMENTS
 from tests.helpers.hub_world import local_hub
-from tests.restore.test_hub_card import adapter_of, rows
 
 REPO = "me/mine"
 NC_DATA = [{"source": "A", "license": "CC BY-NC 4.0"}]

@@ -9,7 +9,7 @@ import yaml
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.restore.model_card import is_on_hub
 from restorekv.train.config import TrainConfig
-from tests.restore.test_hub_card import adapter_of, card_of, rows
+from tests.helpers.cards import adapter_of, card_of, rows
 
 
 def words(text):

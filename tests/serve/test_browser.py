@@ -9,7 +9,7 @@ pytest.importorskip("openai")
 playwright = pytest.importorskip("playwright.sync_api")
 
 from tests.helpers.models import build_model  # noqa: E402
-from tests.serve.test_server import KEY, QUESTION, TEXT, VARIANT, about, ask, client_of, expected, serving  # noqa: E402
+from tests.helpers.serving import KEY, QUESTION, TEXT, VARIANT, about, ask, client_of, expected, serving  # noqa: E402
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 HOSTILE = "<img src=x onerror=alert(1)>"

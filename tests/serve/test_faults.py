@@ -26,7 +26,7 @@ from restorekv.serve.service import Limits  # noqa: E402
 from restorekv.serve.store import Store  # noqa: E402
 from restorekv.serve.variants import Variant  # noqa: E402
 from tests.helpers.models import build_model  # noqa: E402
-from tests.serve.test_server import OTHER, TEXT, about, ask, client_of, serving, until  # noqa: E402
+from tests.helpers.serving import OTHER, TEXT, about, ask, client_of, serving, until  # noqa: E402
 
 MUCH, SHA = 1 << 30, "ab" * 32
 

@@ -23,8 +23,8 @@ from restorekv.serve.run import Settings, application  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
 from restorekv.serve.store import Store  # noqa: E402
 from tests.helpers.models import build_model  # noqa: E402
+from tests.helpers.serving import OTHER, QUESTION, TEXT, VARIANT, about, ask, client_of, serving  # noqa: E402
 from tests.hostile import uploads  # noqa: E402
-from tests.serve.test_server import OTHER, QUESTION, TEXT, VARIANT, about, ask, client_of, serving  # noqa: E402
 
 LARGEST = 100_000
 

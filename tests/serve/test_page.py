@@ -18,9 +18,9 @@ from restorekv.model.tokenize import text_ids  # noqa: E402
 from restorekv.serve import caches, page  # noqa: E402
 from restorekv.serve import kept as kept_tokens  # noqa: E402
 from restorekv.serve.variants import Variant  # noqa: E402
-from tests.compression.test_compressor import make_adapter  # noqa: E402
+from tests.helpers.compressing import make_adapter  # noqa: E402
 from tests.helpers.models import build_model  # noqa: E402
-from tests.serve.test_server import KEY, TEXT, VARIANT, client_of, expected, serving  # noqa: E402
+from tests.helpers.serving import KEY, TEXT, VARIANT, client_of, expected, serving  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -28,10 +28,9 @@ from restorekv.serve.ray_engine import TRIES, RayEngine, Sent, deployed, modules
 from restorekv.serve.run import Settings, application_of, store_of  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
 from restorekv.serve.variants import Variant  # noqa: E402
-from tests.evaluation.test_grid_spread import children, running  # noqa: E402
 from tests.helpers.grid_world import save_world  # noqa: E402
 from tests.helpers.models import build_model  # noqa: E402
-from tests.serve.test_server import (  # noqa: E402
+from tests.helpers.serving import (  # noqa: E402
     OTHER,
     QUESTION,
     TEXT,
@@ -43,6 +42,7 @@ from tests.serve.test_server import (  # noqa: E402
     listening,
     until,
 )
+from tests.helpers.workers import children, running  # noqa: E402
 
 LONG = {"max_tokens": 700, "temperature": 2.0, "seed": 3, "n": 4}  # some of these answers end late
 PATIENCE = 240  # seconds

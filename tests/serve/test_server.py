@@ -1,69 +1,47 @@
 """A live server and the official client: documents, questions, streams, errors, restarts."""
 
 import asyncio
-import contextlib
 import http.client
 import importlib.util
 import json
 import re
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
 import torch
-import uvicorn
-from fastapi import FastAPI
 
 openai = pytest.importorskip("openai")
 
-from restorekv import CompressedContext, compress  # noqa: E402
+from restorekv import CompressedContext  # noqa: E402
 from restorekv.compression.generate import answer_ids, answer_text, stop_ids  # noqa: E402
 from restorekv.model.shape import decoder  # noqa: E402
 from restorekv.serve.documents import text_of  # noqa: E402
-from restorekv.serve.run import HTTP, Settings, application  # noqa: E402
+from restorekv.serve.run import Settings, application  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
 from tests.helpers.models import build_model  # noqa: E402
-
-TEXT = "The code of the red house is seven. The blue house has a green door, and nobody lives there. " * 4
-OTHER = "The green house belongs to the miller, who has two dogs and a cat that sleeps all day long. " * 4
-VARIANT, QUESTION = "tiny:snapkv-0.4", "Which code?"
-KEY = "a-key-of-sixteen-characters"
+from tests.helpers.serving import (  # noqa: E402
+    KEY,
+    OTHER,
+    QUESTION,
+    TEXT,
+    VARIANT,
+    about,
+    ask,
+    client_of,
+    expected,
+    listening,
+    serving,
+    until,
+)
 
 
 @pytest.fixture(scope="module")
 def model():
     return build_model("qwen3")
-
-
-@contextlib.contextmanager
-def serving(model, tokenizer, folder: Path, **settings: object) -> Iterator[str]:
-    """The address of a server with the library as engine."""
-    with listening(application(model, tokenizer, Settings(folder, "tiny", VARIANT, **settings))) as url:
-        yield url
-
-
-@contextlib.contextmanager
-def listening(app: FastAPI) -> Iterator[str]:
-    """The address of a server in a thread of this process."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", **HTTP))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive()
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1"
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
-def client_of(url: str, key: str = KEY, kind: type | None = None):
-    return (kind or openai.OpenAI)(base_url=url, api_key=key, max_retries=0)
 
 
 @pytest.fixture(scope="module")
@@ -78,22 +56,6 @@ def client(model, tiny_tokenizer, tmp_path_factory):
 def file(client):
     made = client.files.create(file=("doc.txt", TEXT.encode()), purpose="user_data")
     return client.files.wait_for_processing(made.id, poll_interval=0.05)
-
-
-def about(*parts: object, question: str = QUESTION) -> list[dict]:
-    documents = [{"type": "file", "file": {"file_id": part.id}} for part in parts]
-    return [{"role": "user", "content": [*documents, {"type": "text", "text": question}]}]
-
-
-def ask(client, messages, model=VARIANT, **options):
-    return client.chat.completions.create(
-        model=model, messages=messages, **{"temperature": 0, "max_tokens": 12, **options}
-    )
-
-
-def expected(model, tokenizer, text=TEXT, ratio="0.4"):
-    options = {"evictor": "snapkv", "adapter": None} if ratio != 1 else {"adapter": None}
-    return compress(model, tokenizer, text, ratio=ratio, **options)
 
 
 def test_answers_are_the_librarys(client, file, model, tiny_tokenizer):
@@ -493,10 +455,3 @@ def test_answers_go_on_inside_a_phase_of_a_compression(model, tiny_tokenizer, tm
             hook.remove()
         assert client.files.wait_for_processing(second.id, poll_interval=0.05).status == "processed"
     assert beside == alone
-
-
-def until(holds, seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.02)

@@ -21,7 +21,7 @@ from restorekv.serve.vllm_side import Elsewhere  # noqa: E402
 from restorekv.vllm.store import Store  # noqa: E402
 from tests.helpers.fake_vllm import LONGEST, FakeVllm  # noqa: E402
 from tests.helpers.models import build_model  # noqa: E402
-from tests.serve.test_server import (  # noqa: E402
+from tests.helpers.serving import (  # noqa: E402
     OTHER,
     QUESTION,
     TEXT,

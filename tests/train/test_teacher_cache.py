@@ -18,7 +18,7 @@ from restorekv.train.examples import bundled_examples
 from restorekv.train.loop import train
 from restorekv.train.teacher_cache import TeacherCache, facts
 from tests.helpers.models import build_model
-from tests.train.test_train import CONFIG, EXAMPLES
+from tests.helpers.training import CONFIG, EXAMPLES
 
 LIVE = replace(CONFIG, keep=0)
 

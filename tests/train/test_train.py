@@ -31,16 +31,7 @@ from restorekv.train.loop import initial_adapter, train
 from restorekv.train.loss import answer_logits, divergence
 from restorekv.train.teacher_cache import TeacherCache
 from tests.helpers.models import SHAPE, build_model
-
-TEXT = "the code of the red house is seven; who lives in the blue house? the blue house is the code of who. " * 2
-EXAMPLES = [
-    Example(TEXT + tail, ("who lives in the red house?", "is the code seven?"), (" seven", None))
-    for tail in ("red", "blue", "seven", "house", "lives")
-]
-CONFIG = TrainConfig(
-    restore_tokens=2, rank=2, alpha=4, lr=1e-2, warmup=2, steps=6, contexts=2, questions=2,
-    ratio_min=0.1, ratio_max=0.4, max_new_tokens=6, checkpoint_every=2, keep=8,
-)  # fmt: skip
+from tests.helpers.training import CONFIG, EXAMPLES, TEXT
 
 
 def losses(folder) -> list[float]:

@@ -30,8 +30,8 @@ from restorekv.train.gate import (
     train_gate,
     unstacked,
 )
-from tests.evictors.test_gates import random_layers
 from tests.helpers.cli_world import cli
+from tests.helpers.gates import random_layers
 from tests.helpers.models import build_model
 
 CPU = torch.device("cpu")

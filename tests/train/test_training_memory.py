@@ -13,8 +13,8 @@ from restorekv.model import attention
 from restorekv.model.attention import frozen
 from restorekv.model.prefill import prefill, read_only_view
 from restorekv.restore.adapter import RestoreAdapter
+from tests.helpers.attention import build, make_layer
 from tests.helpers.models import build_model
-from tests.model.attention.test_attention import build, make_layer
 
 WORDS = "the code of the red house is seven; who lives in the blue house? "
 QUESTIONS = torch.randint(3, 300, (3, 12), generator=torch.Generator().manual_seed(0))

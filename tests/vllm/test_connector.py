@@ -17,7 +17,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.model.prompt import question_ids
 from restorekv.vllm import chat, prompt, transfer_config
 from tests.helpers.models import VOCABULARY
-from tests.vllm.test_store import QUESTION, TEXTS, portable_of
+from tests.helpers.portables import QUESTION, TEXTS, portable_of
 
 BLOCK, BLOCKS = 8, 12
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"

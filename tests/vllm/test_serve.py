@@ -14,7 +14,7 @@ from restorekv.compression.portable import load_portable  # noqa: E402
 from restorekv.serve.portables import Portables  # noqa: E402
 from tests.helpers.engine import ENVIRONMENT, TOKENS, World, make_world, server, without_halves  # noqa: E402
 from tests.helpers.models import build_model, build_tokenizer  # noqa: E402
-from tests.serve.test_server import about, ask, client_of, expected, serving  # noqa: E402
+from tests.helpers.serving import about, ask, client_of, expected, serving  # noqa: E402
 
 pytestmark = pytest.mark.slow
 TEXTS = [f"The code of the {color} house is seven; nobody lives there. " * 4 for color in ("red", "blue", "old")]

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from restorekv import compress
 from restorekv.compression.portable import load_portable
 from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.files import open_tensors
@@ -16,20 +15,13 @@ from restorekv.seal import sealed
 from restorekv.vllm import prompt, transfer_config
 from restorekv.vllm.store import Expected, Store, heads_of
 from tests.helpers.models import VOCABULARY, build_model
-
-TEXTS = [f"The code of the {color} house is seven; nobody lives there. " * 3 for color in ("red", "blue")]
-QUESTION = "Which code?"
+from tests.helpers.portables import QUESTION, TEXTS, portable_of
 
 
 def expected_for(model, **more):
     shape = CacheShape.of(model)
     facts = {"layers": shape.layers, "heads": shape.heads, "head_dim": shape.head_dim, "vocabulary": VOCABULARY}
     return Expected(**{**facts, "rope": rope_fingerprint(model.config), "dtype": "float32", **more})
-
-
-def portable_of(model, tokenizer, text):
-    options = {"evictor": "knorm", "adapter": None, "tokens_per_head": 16, "allocation": "per-head"}
-    return compress(model, tokenizer, text, **options).portable()
 
 
 @pytest.fixture

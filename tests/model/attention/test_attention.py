@@ -5,30 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from restorekv.cache.ragged import RaggedLayer
-from restorekv.model.attention import BACKENDS, frozen, triton_attend
-from tests.model.attention.test_cascade import TOLERANCE, defined
-from tests.model.attention.test_cascade import build as random_layer
-from tests.model.attention.test_cascade import cases as of_every_shape
+from restorekv.model.attention import BACKENDS, frozen
+from tests.helpers.attention import EXACT, HEADS, ON_CPU, SEEN, build, make_layer
+from tests.helpers.ragged_layers import TOLERANCE, defined
+from tests.helpers.ragged_layers import build as random_layer
+from tests.helpers.ragged_layers import cases as of_every_shape
 
-HEADS, GROUPS, WIDTH, SEEN = 3, 2, 8, 23
-EXACT = sorted(set(BACKENDS) - {"triton"})  # those with float64; test_tiles.py has the other
-ON_CPU = sorted(BACKENDS if triton_attend is None or triton_attend.INTERPRETED else EXACT)
 WITHOUT_GRADIENTS = {"cascade"}
-
-
-def make_layer(keep, keys, values, tail_keys, tail_values, bias):
-    """keep (H, SEEN) bool over dense keys and values (H, SEEN, D); tails (B, H, t, D)."""
-    heads, columns = keep.nonzero(as_tuple=True)
-    counts = keep.sum(-1).cumsum(0)
-    offsets = torch.cat([counts.new_zeros(1), counts]).int()
-    empty = keys.new_zeros(1, HEADS, 0, WIDTH)
-    layer = RaggedLayer(
-        keys[heads, columns], values[heads, columns], offsets, columns.int(), SEEN, empty, empty,
-        None if bias is None else bias[heads, columns],
-    )  # fmt: skip
-    layer.keys, layer.values = tail_keys, tail_values
-    return layer
 
 
 def dense(query, keep, keys, values, tail_keys, tail_values, bias, tail_mask, scale):
@@ -56,26 +39,6 @@ def cases(draw):
         "bias": draw(st.booleans()),
         "padding": draw(st.booleans()),
     }
-
-
-def build(case):
-    generator = torch.Generator().manual_seed(case["seed"])
-    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
-    batch, queries, tail = case["batch"], case["queries"], case["tail"]
-    keep = torch.zeros(HEADS, SEEN, dtype=torch.bool)
-    for head, length in enumerate(case["lengths"]):
-        keep[head, torch.randperm(SEEN, generator=generator)[:length]] = True
-    leaves = {
-        "query": draw(batch, HEADS, GROUPS, queries, WIDTH) * 3,
-        "tail_keys": draw(batch, HEADS, tail, WIDTH),
-        "tail_values": draw(batch, HEADS, tail, WIDTH),
-    }
-    fixed = {"keys": draw(HEADS, SEEN, WIDTH), "values": draw(HEADS, SEEN, WIDTH)}
-    bias = draw(HEADS, SEEN) if case["bias"] else None
-    mask = torch.ones(queries, tail, dtype=torch.bool).tril(tail - queries).expand(batch, 1, -1, -1).clone()
-    if case["padding"] and tail > queries:  # hides a tail column that no query needs
-        mask[0, :, :, 0] = False
-    return keep, leaves, fixed, bias, mask
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,0 +1,18 @@
+"""Texts, questions and adapters of random weights for compressing with the small models."""
+
+import torch
+
+from restorekv.restore.adapter import RestoreAdapter
+
+TEXT = "The code of the red house is seven. The blue house has a green door, and nobody lives there. " * 2
+QUESTIONS = ["Which code?", "Who lives in the blue house, and why?", "Green?"]
+TOKENS = 4  # restore tokens
+
+
+def make_adapter(model):
+    adapter = RestoreAdapter.create(model, TOKENS, rank=2, alpha=4, seed=0)
+    with torch.no_grad():
+        for name, parameter in adapter.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return adapter

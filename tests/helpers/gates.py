@@ -1,0 +1,28 @@
+"""Gates of random weights."""
+
+import torch
+
+from restorekv.evictors import gate_file
+from restorekv.evictors.gate_file import Gate, GateCard
+from restorekv.model.shape import CacheShape
+
+S, T, RANK, SINKS, WIDTH = 3, 61, 8, 5, 7
+
+
+def random_layers(kind, model, seed=0):
+    """Parameters far from their starting values, so that each of them shows."""
+    generator, shape = torch.Generator().manual_seed(seed), CacheShape.of(model)
+    free = {
+        "q_norm.weight": torch.empty(RANK), "k_base": torch.empty(1, 1, SINKS, 1), "0.weight": torch.empty(WIDTH, 1)
+    }  # fmt: skip
+    wanted = gate_file.shapes(kind, shape, free)
+    return [
+        {name: torch.randn(size, generator=generator) * 0.5 for name, size in wanted.items()}
+        for _ in range(shape.layers)
+    ]
+
+
+def save_gate(path, kind, model, layers=None):
+    card = GateCard.of(model, kind, "kvzip", settings={"seed": 1}, figures={"loss": 0.5})
+    gate_file.write(path, Gate(layers or random_layers(kind, model), card))
+    return str(path)

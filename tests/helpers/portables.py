@@ -1,0 +1,11 @@
+"""Portable caches for the store of the connector."""
+
+from restorekv import compress
+
+TEXTS = [f"The code of the {color} house is seven; nobody lives there. " * 3 for color in ("red", "blue")]
+QUESTION = "Which code?"
+
+
+def portable_of(model, tokenizer, text):
+    options = {"evictor": "knorm", "adapter": None, "tokens_per_head": 16, "allocation": "per-head"}
+    return compress(model, tokenizer, text, **options).portable()

@@ -1,0 +1,69 @@
+"""Servers of this process with the library as engine, and clients for them."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import uvicorn
+from fastapi import FastAPI
+
+from restorekv import compress
+from restorekv.serve.run import HTTP, Settings, application
+
+TEXT = "The code of the red house is seven. The blue house has a green door, and nobody lives there. " * 4
+OTHER = "The green house belongs to the miller, who has two dogs and a cat that sleeps all day long. " * 4
+VARIANT, QUESTION = "tiny:snapkv-0.4", "Which code?"
+KEY = "a-key-of-sixteen-characters"
+
+
+@contextlib.contextmanager
+def serving(model, tokenizer, folder: Path, **settings: object) -> Iterator[str]:
+    """The address of a server with the library as engine."""
+    with listening(application(model, tokenizer, Settings(folder, "tiny", VARIANT, **settings))) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def listening(app: FastAPI) -> Iterator[str]:
+    """The address of a server in a thread of this process."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", **HTTP))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def client_of(url: str, key: str = KEY, kind: type | None = None):
+    return (kind or openai.OpenAI)(base_url=url, api_key=key, max_retries=0)
+
+
+def about(*parts: object, question: str = QUESTION) -> list[dict]:
+    documents = [{"type": "file", "file": {"file_id": part.id}} for part in parts]
+    return [{"role": "user", "content": [*documents, {"type": "text", "text": question}]}]
+
+
+def ask(client, messages, model=VARIANT, **options):
+    return client.chat.completions.create(
+        model=model, messages=messages, **{"temperature": 0, "max_tokens": 12, **options}
+    )
+
+
+def expected(model, tokenizer, text=TEXT, ratio="0.4"):
+    options = {"evictor": "snapkv", "adapter": None} if ratio != 1 else {"adapter": None}
+    return compress(model, tokenizer, text, ratio=ratio, **options)
+
+
+def until(holds, seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
