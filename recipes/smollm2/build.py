@@ -1,6 +1,6 @@
 """Make everything that ships for SmolLM2 in src/restorekv/smollm2: data, the gate, restore adapters. Resumable.
 
-    make smollm2            or            python recipes/smollm2/build.py runs/smollm2 [--anew | --install-only]
+    make smollm2     or     python recipes/smollm2/build.py runs/smollm2 [--anew | --install-only | --per-head]
 
 The training data stands beside this file; --anew makes it again. Two processes with one thread each take hours on two
 cores. What ships was trained in several goes; docs/LOG.md says how.
@@ -34,6 +34,7 @@ SHAPE = ("--restore-tokens", "4", "--rank", "12", "--alpha", "24")
 RATIOS = ("--ratio-law", "log-uniform", "--ratio-min", "0.03", "--ratio-max", "0.3")
 FIRST, STEPS, MORE = "kvzip", "3000", "1200"  # the adapter that the others begin with, its steps, and theirs
 OTHERS = ("kvzip+", "fastkvzip", "snapkv", "h2o", "contrastkv")
+PER_HEAD = {"kvzip": "700", "kvzip+": "400", "fastkvzip": "400"}  # steps from what ships, with one length in all heads
 
 
 def restorekv(*arguments: str) -> subprocess.Popen:
@@ -74,9 +75,9 @@ def gate(folder: Path) -> Path:
     return path
 
 
-def training(folder: Path, evictor: str, *more: str) -> subprocess.Popen | None:
+def training(folder: Path, evictor: str, *more: str, kind: str = "") -> subprocess.Popen | None:
     """Start or resume the training of one adapter; None if it is done."""
-    out = folder / f"restore-{evictor}"
+    out = folder / f"restore-{evictor}{kind}"
     if (out / "adapter").exists():
         return None
     return restorekv(
@@ -96,6 +97,14 @@ def adapters(folder: Path) -> None:
         finish(*[process for process in pair if process])
 
 
+def per_head(folder: Path) -> None:
+    """Train adapters for one length in all heads, from those that ship; KVzip's ships, all three would make 73 MB."""
+    how = ("--allocation", "per-head", "--lr", "1e-3", "--warmup", "30", "--seed", "13")
+    for evictor, steps in PER_HEAD.items():
+        begin = ("--init", str(shipped_path(SMOLLM2, "adapters", evictor)), "--steps", steps)
+        finish(*filter(None, [training(folder, evictor, *how, *begin, kind=".per-head")]))
+
+
 def install_gate(path: Path) -> None:
     """Copy the gate into the package, in bfloat16, before the adapter for what it keeps is trained."""
     found = gate_file.read(path)
@@ -108,7 +117,7 @@ def install_gate(path: Path) -> None:
 def install(folder: Path) -> None:
     """Copy the adapters that are done into the package, LoRA in bfloat16."""
     model, _ = load_model(SMOLLM2)
-    for evictor in (FIRST, *OTHERS):
+    for evictor in (FIRST, *OTHERS, *(f"{name}.per-head" for name in PER_HEAD)):
         place = folder / f"restore-{evictor}" / "adapter"
         if place.exists():
             adapter = RestoreAdapter.from_pretrained(model, place)
@@ -123,9 +132,12 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--anew", action="store_true", help="Make the training data again.")
     parser.add_argument("--install-only", action="store_true", help="Copy what there is; train nothing.")
+    parser.add_argument("--per-head", action="store_true", help="Train for one length in all heads instead.")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    if not options.install_only:
+    if options.per_head:
+        per_head(options.folder)
+    elif not options.install_only:
         if options.anew:
             data(options.folder)
         adapters(options.folder)

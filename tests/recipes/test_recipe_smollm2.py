@@ -1,5 +1,6 @@
 """The recipe of what ships for SmolLM2: its training texts, and that evaluation texts are not among them."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -77,3 +78,16 @@ def test_the_training_data_that_ships_is_read(name):
     contexts, manifest = read_mixture(READY / name)
     assert len(contexts) == sum(source["contexts"] for source in manifest["sources"].values()) > 90
     assert {each.license for each in contexts} == set(manifest["licenses"])
+
+
+def test_adapters_for_one_length_begin_with_what_ships(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("smollm2_build", TEXTS.parent / "build.py")
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    asked = []
+    monkeypatch.setattr(build, "restorekv", lambda *words: asked.append(words))
+    (tmp_path / "restore-kvzip.per-head" / "adapter").mkdir(parents=True)  # which is done
+    build.per_head(tmp_path)
+    begun = [Path(words[words.index("--init") + 1]) for words in asked]
+    assert [path.name for path in begun] == ["kvzip+", "fastkvzip"] and all(path.is_dir() for path in begun)
+    assert all(" --allocation per-head " in " ".join(words) for words in asked)
