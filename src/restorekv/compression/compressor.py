@@ -74,7 +74,7 @@ def compress(
     between = default_between(tokenizer) if between is None else between
     parsed, cut = fit(model, make_context(tokenizer, text, between, system), max_context, offset)
     size = model, parsed, conventions, ratio, tokens_per_head
-    if budget_for(*size).ratio == 1 and isinstance(adapter, str) and adapter == "auto":  # also refuses a bad ratio
+    if budget_for(*size).ratio == 1 and adapter == "auto":  # also refuses a bad ratio before any work is done
         adapter = restore_tokens = None
     restorer = load_adapter(model, adapter, compressor, restore_tokens, parsed.between)
     budget = budget_for(*size, restorer.restore_tokens if restorer else 0)

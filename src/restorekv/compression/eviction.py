@@ -38,8 +38,7 @@ from restorekv.model.shape import CacheShape
 from restorekv.restore import publish
 from restorekv.restore.adapter import RestoreAdapter
 
-LOADED = 4  # adapters of a model that stay loaded, in this attribute of it
-ADAPTERS = "_restorekv_adapters"
+LOADED, ADAPTERS = 4, "_restorekv_adapters"  # how many adapters a model keeps loaded, and its attribute for them
 METHODS: dict[str, type[Compressor]] = {"am-fast": AttentionMatching}  # besides eviction by each of the evictors
 
 
@@ -158,7 +157,7 @@ def load_adapter(
         if adapter not in (None, "auto"):
             raise AdapterError(f"{compressor.spec} restores nothing; leave out the adapter.")
         return None
-    auto = isinstance(adapter, str) and adapter == "auto"
+    auto = adapter == "auto"
     if isinstance(adapter, str):
         adapter = locate_adapter(model, adapter, compressor)
     if adapter is None:
@@ -190,11 +189,11 @@ def loaded(model: PreTrainedModel, place: str | Path) -> RestoreAdapter:
     files = sorted((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in folder.iterdir())
     key = str(folder.resolve()), str(files), model.device, model.dtype, model_fingerprint(model)
     known = vars(model).setdefault(ADAPTERS, {})  # no weak dictionary: an adapter has a reference to its model
-    if key not in known:
-        known[key] = RestoreAdapter.from_pretrained(model, place)
+    if (adapter := known.get(key)) is None:
+        adapter = known[key] = RestoreAdapter.from_pretrained(model, place)
         for old in list(known)[:-LOADED]:
-            del known[old]
-    return known[key]
+            known.pop(old, None)  # another thread may have been first
+    return adapter
 
 
 def locate_adapter(model: PreTrainedModel, name: str, compressor: Compressor) -> str | Path | None:

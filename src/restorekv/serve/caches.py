@@ -117,7 +117,7 @@ class Caches:
         return context and Document(sha256, variant, context.context.positions, False)
 
     def context(self, document: Document) -> CompressedContext:
-        """Returns a document's cache, which may have left memory, but hardly the disk."""
+        """Returns a document's cache, which is loaded again if it has left memory."""
         context = self.loaded(self.key(document.sha256, document.variant), document.sha256)
         if context is None:
             raise AwayError("A document has gone while the question waited; ask again.")
