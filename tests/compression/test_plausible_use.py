@@ -4,7 +4,6 @@ import asyncio
 import gc
 import os
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -189,12 +188,14 @@ def test_brackets_in_a_setting_are_printed(tmp_path):
     assert result.code == 0 and "[/all]" in result.out + result.err
 
 
-def test_threads_that_load_more_adapters_than_stay_get_them_all(tiny, tmp_path):
-    how, first = make_compressor("snapkv"), load_adapter(tiny[0], "auto", make_compressor("snapkv"))
-    for number in range(12):
-        first.save_pretrained(tmp_path / str(number))
-    with ThreadPoolExecutor(8) as pool:
-        folders = [tmp_path / str(number % 12) for number in range(48)]
-        found = list(pool.map(lambda folder: load_adapter(tiny[0], folder, how), folders))
-    assert {each.identity()["hash"] for each in found} == {first.identity()["hash"]}
-    assert len(vars(tiny[0])[ADAPTERS]) <= 4
+class Crowded(dict):
+    """What other threads have made room in as soon as something is put there."""
+
+    def __setitem__(self, key: object, value: object) -> None:
+        super().__setitem__(key, value)
+        self.clear()
+
+
+def test_an_adapter_that_other_threads_push_out_is_still_returned(tiny, monkeypatch):
+    monkeypatch.setitem(vars(tiny[0]), ADAPTERS, Crowded())
+    assert load_adapter(tiny[0], "auto", make_compressor("snapkv")).restore_tokens == 3
