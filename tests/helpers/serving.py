@@ -46,6 +46,13 @@ def client_of(url: str, key: str = KEY, kind: type | None = None):
     return (kind or openai.OpenAI)(base_url=url, api_key=key, max_retries=0)
 
 
+def upload(client, content: str | bytes = TEXT, name: str = "doc.txt", wait: bool = True):
+    """The file that a client made of `content`, by default once the server has compressed it."""
+    content = content.encode() if isinstance(content, str) else content
+    made = client.files.create(file=(name, content), purpose="user_data")
+    return client.files.wait_for_processing(made.id, poll_interval=0.02, max_wait_seconds=300) if wait else made
+
+
 def about(*parts: object, question: str = QUESTION) -> list[dict]:
     documents = [{"type": "file", "file": {"file_id": part.id}} for part in parts]
     return [{"role": "user", "content": [*documents, {"type": "text", "text": question}]}]

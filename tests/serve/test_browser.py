@@ -8,18 +8,12 @@ import pytest
 pytest.importorskip("openai")
 playwright = pytest.importorskip("playwright.sync_api")
 
-from tests.helpers.models import build_model  # noqa: E402
 from tests.helpers.serving import KEY, QUESTION, TEXT, VARIANT, about, ask, client_of, expected, serving  # noqa: E402
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 HOSTILE = "<img src=x onerror=alert(1)>"
 expect = playwright.expect
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build_model("qwen3")
 
 
 @pytest.fixture(scope="module")

@@ -25,15 +25,9 @@ from restorekv.serve.engine import AwayError  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
 from restorekv.serve.store import Store  # noqa: E402
 from restorekv.serve.variants import Variant  # noqa: E402
-from tests.helpers.models import build_model  # noqa: E402
-from tests.helpers.serving import OTHER, TEXT, about, ask, client_of, serving, until  # noqa: E402
+from tests.helpers.serving import OTHER, TEXT, about, ask, client_of, serving, until, upload  # noqa: E402
 
 MUCH, SHA = 1 << 30, "ab" * 32
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build_model("qwen3")
 
 
 @pytest.fixture
@@ -56,11 +50,6 @@ def slow(model):
     yield stop, inside, go
     go.set()
     hook.remove()
-
-
-def upload(client, text=TEXT, name="doc.txt", wait=True):
-    made = client.files.create(file=(name, text.encode()), purpose="user_data")
-    return client.files.wait_for_processing(made.id, poll_interval=0.02) if wait else made
 
 
 def test_a_users_own_files_stay(tmp_path):

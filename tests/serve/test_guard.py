@@ -22,16 +22,10 @@ from restorekv.serve.responses import Remembered  # noqa: E402
 from restorekv.serve.run import Settings, application  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
 from restorekv.serve.store import Store  # noqa: E402
-from tests.helpers.models import build_model  # noqa: E402
-from tests.helpers.serving import OTHER, QUESTION, TEXT, VARIANT, about, ask, client_of, serving  # noqa: E402
+from tests.helpers.serving import OTHER, QUESTION, TEXT, VARIANT, about, ask, client_of, serving, upload  # noqa: E402
 from tests.hostile import uploads  # noqa: E402
 
 LARGEST = 100_000
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build_model("qwen3")
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +42,6 @@ def url(model, tiny_tokenizer, store):
 @pytest.fixture(scope="module")
 def client(url):
     return client_of(url)
-
-
-@pytest.fixture(scope="module")
-def file(client):
-    made = client.files.create(file=("doc.txt", TEXT.encode()), purpose="user_data")
-    return client.files.wait_for_processing(made.id, poll_interval=0.05)
 
 
 def connected(url: str) -> socket.socket:
@@ -199,8 +187,7 @@ def test_texts_longer_than_the_model_are_refused_at_once(client, file, monkeypat
     monkeypatch.setattr(documents, "longest_token", lambda tokenizer: 1)  # a short text stands for a huge one
     with pytest.raises(openai.BadRequestError, match="characters"):
         ask(client, about(file, question="x" * 70_000))
-    made = client.files.create(file=("long.txt", OTHER.encode() * 250), purpose="user_data")
-    made = client.files.wait_for_processing(made.id, poll_interval=0.05)
+    made = upload(client, OTHER.encode() * 250, "long.txt")
     assert made.status == "error" and "characters" in made.status_details
 
 
@@ -228,8 +215,7 @@ def test_what_frameworks_send_is_taken(client, file):
 
 def test_names_are_kept_on_one_line(client):
     name = "a\nb" + "x" * 500 + ".txt"
-    made = client.files.create(file=(name, b"\xff"), purpose="user_data")
-    made = client.files.wait_for_processing(made.id, poll_interval=0.05)
+    made = upload(client, b"\xff", name)
     assert made.filename.isprintable() and len(made.filename) <= 120
     assert made.status_details.startswith(made.filename)
 
@@ -244,11 +230,10 @@ def test_files_that_unfold_without_end_are_refused(kind, monkeypatch):
 
 def test_a_file_deleted_while_it_is_compressed_leaves_no_cache(client, store):
     before = set((store / "caches").iterdir())
-    made = [client.files.create(file=(f"{n}.txt", f"{n} {OTHER}".encode()), purpose="user_data") for n in range(4)]
+    made = [upload(client, f"{n} {OTHER}", f"{n}.txt", wait=False) for n in range(4)]
     for each in made:
         client.files.delete(each.id)
-    last = client.files.create(file=("last.txt", f"last {OTHER}".encode()), purpose="user_data")
-    client.files.wait_for_processing(last.id, poll_interval=0.05)
+    last = upload(client, f"last {OTHER}", "last.txt")
     client.files.delete(last.id)
     assert set((store / "caches").iterdir()) == before
 

@@ -20,12 +20,7 @@ from restorekv.serve import kept as kept_tokens  # noqa: E402
 from restorekv.serve.variants import Variant  # noqa: E402
 from tests.helpers.compressing import make_adapter  # noqa: E402
 from tests.helpers.models import build_model  # noqa: E402
-from tests.helpers.serving import KEY, TEXT, VARIANT, client_of, expected, serving  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build_model("qwen3")
+from tests.helpers.serving import KEY, TEXT, VARIANT, client_of, expected, serving, upload  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +41,7 @@ def url(model, tiny_tokenizer, tmp_path_factory, adapter_folder):
 
 @pytest.fixture(scope="module")
 def file(url):
-    made = client_of(url).files.create(file=("doc.txt", TEXT.encode()), purpose="user_data")
-    return client_of(url).files.wait_for_processing(made.id, poll_interval=0.05).id
+    return upload(client_of(url)).id
 
 
 def fetch(url: str, path: str, key: str | None = None, **query: object):
@@ -195,8 +189,7 @@ def test_methods_and_progress(url, file):
     assert phase(VARIANT) == "ready" and phase("tiny:knorm-0.3") == "waiting"
     kept(url, file, model="tiny:knorm-0.3")
     assert phase("tiny:knorm-0.3") == "ready"
-    bad = client_of(url).files.create(file=("x.txt", b"\xff\xfe\x00"), purpose="user_data")
-    client_of(url).files.wait_for_processing(bad.id, poll_interval=0.05)
+    bad = upload(client_of(url), b"\xff\xfe\x00", "x.txt")
     assert json.loads(fetch(url, f"/v1/files/{bad.id}/progress", model=VARIANT)[2])["phase"] == "error"
 
 
@@ -213,7 +206,7 @@ def test_phases_are_those_of_compress(url, file, monkeypatch):
         return real(*args, progress=waiting, **options)
 
     monkeypatch.setattr(caches, "compress", slow)
-    made = client_of(url).files.create(file=("other.txt", f"Another. {TEXT}".encode()), purpose="user_data")
+    made = upload(client_of(url), f"Another. {TEXT}", "other.txt", wait=False)
     seen, deadline = [], time.time() + 30
     while not seen or seen[-1] != "ready":
         assert time.time() < deadline

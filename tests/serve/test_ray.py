@@ -41,6 +41,7 @@ from tests.helpers.serving import (  # noqa: E402
     expected,
     listening,
     until,
+    upload,
 )
 from tests.helpers.workers import children, running  # noqa: E402
 
@@ -247,16 +248,6 @@ def client(engine):
         yield client_of(url)
 
 
-@pytest.fixture(scope="module")
-def file(client):
-    return uploaded(client, TEXT)
-
-
-def uploaded(client, text):
-    made = client.files.create(file=("doc.txt", text.encode()), purpose="user_data")
-    return client.files.wait_for_processing(made.id, poll_interval=0.1, max_wait_seconds=PATIENCE)
-
-
 def replicas():
     """The actors of the replicas, by name."""
     import ray
@@ -311,7 +302,7 @@ def test_questions_go_where_the_document_is(client, engine, file):
     assert len(names) == 1
     files, owners = [file], [*names]
     while len(files) < 4 or len(set(owners)) == 1:
-        files.append(uploaded(client, f"{TEXT} Number {len(files)}."))
+        files.append(upload(client, f"{TEXT} Number {len(files)}."))
         owners.append(holder(engine, client, files[-1]))
         assert len(files) < 40
     assert [holder(engine, client, each) for each in files] == owners
@@ -324,7 +315,7 @@ def test_questions_go_where_the_document_is(client, engine, file):
 
 @pytest.mark.slow
 def test_many_at_once_about_several_documents(client, file, tiny_tokenizer):
-    other = uploaded(client, OTHER)
+    other = upload(client, OTHER)
     small = [own(tiny_tokenizer, text) for text in (TEXT, OTHER)]
     questions = [f"Which code is {number}?" for number in range(40)]
 
@@ -349,7 +340,7 @@ def test_a_killed_replicas_documents_are_served_by_the_others(client, engine, fi
     kill(name)
     assert ask(client, about(file), timeout=PATIENCE).choices[0].message.content == said
     assert engine.figures()[0]["compressed"] == before and holder(engine, client, file) != name
-    new = uploaded(client, f"{OTHER} While it was down.")
+    new = upload(client, f"{OTHER} While it was down.")
     assert new.status == "processed" and ask(client, about(new)).choices[0].message.content
     both_up(without=name)
     assert ask(client, about(file), timeout=PATIENCE).choices[0].message.content == said
@@ -403,8 +394,7 @@ def test_too_many_and_wrong_requests_are_refused(client, engine, file, monkeypat
     with pytest.raises(openai.BadRequestError, match=r"regex|schema|JSON"):
         schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
         ask(client, about(file), response_format=schema)
-    bad = client.files.create(file=("bad.rkv", b"not a cache"), purpose="user_data")
-    bad = client.files.wait_for_processing(bad.id, poll_interval=0.1)
+    bad = upload(client, b"not a cache", "bad.rkv")
     assert bad.status == "error" and "Traceback" not in bad.status_details
 
 
@@ -416,8 +406,7 @@ def test_caches_go_out_and_in(client, engine, file, tiny_tokenizer):
     assert f'"after":{small.manifest.pairs_held}' in kept
     assert "ready" in urlopen(f"{root}files/{file.id}/progress?model={VARIANT}").read().decode()
     cache = urlopen(f"{root}files/{file.id}/cache").read()
-    made = client.files.create(file=("doc.rkv", cache), purpose="user_data")
-    made = client.files.wait_for_processing(made.id, poll_interval=0.1, max_wait_seconds=PATIENCE)
+    made = upload(client, cache, "doc.rkv")
     assert ask(client, about(made)).choices[0].message.content == small.ask(QUESTION, 12)
     assert client.files.delete(made.id).deleted
 
@@ -438,7 +427,7 @@ def test_the_command_drains_and_leaves_no_process(tmp_path):
             assert TOO_BUSY in refused, refused
             pytest.skip(refused)
         client = client_of(f"{address}/v1")
-        made = uploaded(client, TEXT)
+        made = upload(client, TEXT)
         started = children(process.pid)
         facts = [Path(f"/proc/{child}/environ").read_bytes().split(b"\0") for child in filter(running, started)]
         assert all(b"RAY_AUTH_MODE=token" in each and b"RAY_USAGE_STATS_ENABLED=0" in each for each in facts if each[0])

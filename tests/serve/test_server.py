@@ -22,7 +22,6 @@ from restorekv.model.shape import decoder  # noqa: E402
 from restorekv.serve.documents import text_of  # noqa: E402
 from restorekv.serve.run import Settings, application  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
-from tests.helpers.models import build_model  # noqa: E402
 from tests.helpers.serving import (  # noqa: E402
     KEY,
     OTHER,
@@ -36,12 +35,8 @@ from tests.helpers.serving import (  # noqa: E402
     listening,
     serving,
     until,
+    upload,
 )
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build_model("qwen3")
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +45,6 @@ def client(model, tiny_tokenizer, tmp_path_factory):
         model, tiny_tokenizer, tmp_path_factory.mktemp("store"), limits=Limits(upload=1 << 20, tokens=64)
     ) as url:
         yield client_of(url)
-
-
-@pytest.fixture(scope="module")
-def file(client):
-    made = client.files.create(file=("doc.txt", TEXT.encode()), purpose="user_data")
-    return client.files.wait_for_processing(made.id, poll_interval=0.05)
 
 
 def test_answers_are_the_librarys(client, file, model, tiny_tokenizer):
@@ -148,8 +137,7 @@ def test_who_leaves_before_the_first_token_ends_the_answer(model, tiny_tokenizer
 
     with serving(model, tiny_tokenizer, tmp_path, limits=Limits(tokens=1000)) as url:
         client = client_of(url)
-        made = client.files.create(file=("doc.txt", TEXT.encode()), purpose="user_data")
-        client.files.wait_for_processing(made.id, poll_interval=0.05)
+        made = upload(client)
         many = {"max_tokens": 1000, "n": 16, "messages": about(made)}
         one = {"max_output_tokens": 1000, "input": input_of(made)}
         body = {"model": VARIANT, "temperature": 2, "stream": True, **(many if path != "responses" else one)}
@@ -190,8 +178,7 @@ def test_many_at_once_and_asynchronously(client, file, model, tiny_tokenizer):
 
 
 def test_several_documents_are_composed(client, file):
-    other = client.files.create(file=("other.md", OTHER.encode()), purpose="user_data")
-    client.files.wait_for_processing(other.id, poll_interval=0.05)
+    other = upload(client, OTHER, "other.md")
     both = ask(client, about(file, other))
     alone = [ask(client, about(each)).usage.prompt_tokens for each in (file, other)]
     assert max(alone) < both.usage.prompt_tokens < sum(alone)
@@ -202,8 +189,7 @@ def test_several_documents_are_composed(client, file):
 
 def test_a_deleted_document_leaves_memory(client):
     before = counted(client, "documents_held")
-    made = client.files.create(file=("gone.txt", f"Gone soon. {OTHER}".encode()), purpose="user_data")
-    client.files.wait_for_processing(made.id, poll_interval=0.05)
+    made = upload(client, f"Gone soon. {OTHER}", "gone.txt")
     ask(client, about(made))
     assert counted(client, "documents_held") == before + 1
     client.files.delete(made.id)
@@ -219,8 +205,7 @@ def test_files_are_listed_given_back_and_kept_apart(client, file):
     assert client.files.retrieve(file.id).filename == "doc.txt"
     assert file.id in [each.id for each in client.files.list()]
     assert client.files.content(file.id).read() == TEXT.encode()
-    bad = client.files.create(file=("x.txt", b"\xff\xfe\x00"), purpose="user_data")
-    bad = client.files.wait_for_processing(bad.id, poll_interval=0.05)
+    bad = upload(client, b"\xff\xfe\x00", "x.txt")
     assert bad.status == "error" and "not UTF-8" in bad.status_details
     with pytest.raises(openai.BadRequestError, match="could not be processed"):
         ask(client, about(bad))
@@ -265,8 +250,7 @@ def test_a_restart_loads_and_goes_on(model, tiny_tokenizer, tmp_path):
     """Documents and caches survive; a damaged cache is set aside and made again, half a file is removed."""
     with serving(model, tiny_tokenizer, tmp_path) as url:
         client = client_of(url)
-        made = client.files.create(file=("doc.txt", TEXT.encode()), purpose="user_data")
-        client.files.wait_for_processing(made.id, poll_interval=0.05)
+        made = upload(client)
         first = ask(client, about(made))
     (half := tmp_path / "files" / f"file-{0:024x}").write_bytes(b"x")
     with serving(model, tiny_tokenizer, tmp_path) as url:
@@ -298,10 +282,7 @@ def test_keys_limits_and_quotas(model, tiny_tokenizer, tmp_path):
         assert [each.id for each in client.models.list()] == ["tiny", VARIANT]
         with pytest.raises(openai.APIStatusError, match="larger than"):
             client.files.create(file=("big.txt", b"x" * 3000), purpose="user_data")
-        files = [
-            client.files.create(file=(f"{number}.txt", f"{TEXT} {number}".encode()), purpose="user_data")
-            for number in range(3)
-        ]
+        files = [upload(client, f"{TEXT} {number}", f"{number}.txt", wait=False) for number in range(3)]
         for each in files:
             client.files.wait_for_processing(each.id, poll_interval=0.05)
         assert len(list((tmp_path / "caches").iterdir())) == 1  # the newest stays, whatever the quota
@@ -383,8 +364,7 @@ def test_a_cache_file_goes_out_and_in(client, file, model, tiny_tokenizer, tmp_p
     assert loaded.ask(QUESTION, 12) == expected(model, tiny_tokenizer).ask(QUESTION, 12)
     states = {}
     for name, content in {"doc.rkv": cache, "bad.rkv": cache[:-50]}.items():
-        made = client.files.create(file=(name, content), purpose="user_data")
-        states[name] = client.files.wait_for_processing(made.id, poll_interval=0.05)
+        states[name] = upload(client, content, name)
     assert ask(client, about(states["doc.rkv"])).choices[0].message.content == loaded.ask(QUESTION, 12)
     assert states["bad.rkv"].status == "error" and states["bad.rkv"].status_details
 
@@ -439,13 +419,12 @@ def test_answers_go_on_inside_a_phase_of_a_compression(model, tiny_tokenizer, tm
 
     with serving(model, tiny_tokenizer, tmp_path) as url:
         client = client_of(url)
-        first = client.files.create(file=("doc.txt", TEXT.encode()), purpose="user_data")
-        client.files.wait_for_processing(first.id, poll_interval=0.05)
+        first = upload(client)
         alone = ask(client, about(first)).choices[0].message.content
         hook = decoder(model).layers[1].register_forward_pre_hook(wait)
         try:
             inside.set()
-            second = client.files.create(file=("other.txt", OTHER.encode()), purpose="user_data")
+            second = upload(client, OTHER, "other.txt", wait=False)
             address = f"{url}/files/{second.id}/progress?model={VARIANT}"
             until(lambda: "prefill" in urlopen(address).read().decode())
             beside = ask(client, about(first)).choices[0].message.content

@@ -142,11 +142,6 @@ def test_nothing_half_is_seen(tmp_path, monkeypatch):
     assert len(list((tmp_path / "shared" / "tmp").iterdir())) == 1
 
 
-@pytest.fixture(scope="module")
-def model():
-    return build_model("qwen3")
-
-
 @pytest.mark.parametrize("where", ["shared", "local", "both"])
 def test_damage_is_set_aside_where_it_is(where, two, model, tiny_tokenizer):
     """A damaged local copy is fetched again; a damaged shared one is made again, for both."""

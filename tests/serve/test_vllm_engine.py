@@ -20,7 +20,6 @@ from restorekv.serve.store import Store as Uploads  # noqa: E402
 from restorekv.serve.vllm_side import Elsewhere  # noqa: E402
 from restorekv.vllm.store import Store  # noqa: E402
 from tests.helpers.fake_vllm import LONGEST, FakeVllm  # noqa: E402
-from tests.helpers.models import build_model  # noqa: E402
 from tests.helpers.serving import (  # noqa: E402
     OTHER,
     QUESTION,
@@ -32,12 +31,8 @@ from tests.helpers.serving import (  # noqa: E402
     listening,
     serving,
     until,
+    upload,
 )
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build_model("qwen3")
 
 
 @pytest.fixture(scope="module")
@@ -62,16 +57,6 @@ def client(model, tiny_tokenizer, fake, address, tmp_path_factory):
         model, tiny_tokenizer, tmp_path_factory.mktemp("store"), limits=Limits(tokens=64, waiting=6), **options
     ) as url:
         yield client_of(url)
-
-
-def upload(client, text=TEXT, name="doc.txt"):
-    made = client.files.create(file=(name, text.encode() if isinstance(text, str) else text), purpose="user_data")
-    return client.files.wait_for_processing(made.id, poll_interval=0.05)
-
-
-@pytest.fixture(scope="module")
-def file(client):
-    return upload(client)
 
 
 def small_of(model, tokenizer, text=TEXT):

@@ -14,7 +14,7 @@ from restorekv.compression.portable import load_portable  # noqa: E402
 from restorekv.serve.portables import Portables  # noqa: E402
 from tests.helpers.engine import ENVIRONMENT, TOKENS, World, make_world, server, without_halves  # noqa: E402
 from tests.helpers.models import build_model, build_tokenizer  # noqa: E402
-from tests.helpers.serving import about, ask, client_of, expected, serving  # noqa: E402
+from tests.helpers.serving import about, ask, client_of, expected, serving, upload  # noqa: E402
 
 pytestmark = pytest.mark.slow
 TEXTS = [f"The code of the {color} house is seven; nobody lives there. " * 4 for color in ("red", "blue", "old")]
@@ -29,11 +29,6 @@ def world(tmp_path_factory) -> World:
     made = make_world(tmp_path_factory.mktemp("world"), model, build_tokenizer(), {}, [], evictor="knorm")
     model.config.name_or_path = made.folder
     return made
-
-
-def upload(client, text):
-    made = client.files.create(file=("doc.txt", text.encode()), purpose="user_data")
-    return client.files.wait_for_processing(made.id, poll_interval=0.1)
 
 
 def smalls(world) -> list:
