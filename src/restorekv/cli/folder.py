@@ -14,6 +14,7 @@ from typing import Any
 
 from restorekv import __version__
 from restorekv.cli.session import notes, open_model, output, shares
+from restorekv.compression.budget import exact_ratio
 from restorekv.compression.compressor import compress
 from restorekv.compression.context import size
 from restorekv.compression.context_file import read
@@ -67,7 +68,8 @@ class Maker:
         model, tokenizer = open_model(recipe.model, recipe.dtype, recipe.device, recipe.yarn)
         how = make_compressor(options["evictor"], CompressionConfig(*(options[name] for name in CONVENTIONS)))
         between = default_between(tokenizer)
-        adapter = load_adapter(model, options["adapter"], how, options["restore_tokens"], between)
+        ratio = exact_ratio(options["ratio"]) if options["ratio"] else None
+        adapter = load_adapter(model, options["adapter"], how, options["restore_tokens"], between, ratio)
         facts = [
             __version__, model_fingerprint(model), rope_fingerprint(model.config), template_hash(tokenizer),
             str(model.dtype), between, how.identity(model), adapter and adapter.identity(), options,

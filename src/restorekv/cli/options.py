@@ -39,7 +39,10 @@ Preset = Annotated[
 ]
 Adapter = Annotated[
     str,
-    typer.Option(help="auto (ships for the model), none, published (by the paper's authors), a folder or a hub id."),
+    typer.Option(
+        help="auto (ships for the model, at ratios it was trained for), none, published (by the paper's authors), a "
+        "folder or a hub id."
+    ),
 ]
 MODEL_HELP = "smollm2, tiny (also called bundled), a model folder, a GGUF file or a hub id."
 Model = Annotated[str, typer.Option(help=MODEL_HELP)]

@@ -43,9 +43,8 @@ PRESETS = {"fast": "fastkvzip", "best": "kvzip"}  # scores come with the prefill
 
 def compress(
     model: PreTrainedModel, tokenizer: Tokenizer, context: str | Path | Sequence[int] | Sequence[Mapping] | Tensor, *,
-    evictor: str | None = None, preset: str | None = None,
-    ratio: float | str | Fraction | None = None, tokens_per_head: int | None = None,
-    compression_ratio: float | str | Fraction | None = None,
+    evictor: str | None = None, preset: str | None = None, ratio: float | str | Fraction | None = None,
+    tokens_per_head: int | None = None, compression_ratio: float | str | Fraction | None = None,
     adapter: RestoreAdapter | str | Path | None = "auto", restore_tokens: int | None = None,
     prefix_policy: PrefixPolicy = "free", on_small_budget: OnSmallBudget = "error", allocation: str = "global",
     restore_from: RestoreFrom = "full", offset: int = 0,
@@ -61,10 +60,11 @@ def compress(
     "published" for the one that the paper's authors publish, or None; `restore_tokens` uses the first so many of its n.
     `prefix_policy`, `on_small_budget`, `allocation`, `restore_from` and `offset` are those of `CompressionConfig`.
     `storage` "int8" or "fp8" stores the kept pairs in 8 bits a number. `streaming` compresses while the prefill reads
-    so many tokens at a time and never holds the full cache: an approximation, see streaming.py. `offload` keeps all but
-    one layer of the full cache in a temporary file, on a GPU in the host's memory. `between` separates the text from
-    every question (None: what the tokenizer's config names, or a blank line). `max_context` "cut" drops the end of a
-    context that is too long for the model's positions. With ratio=1 nothing is lost and "auto" restores nothing.
+    so many tokens at a time and never holds the full cache: an approximation, see streaming.py. `offload` keeps all
+    but one layer of the full cache in a temporary file, on a GPU in the host's memory. `between` separates the text
+    from every question (None: what the tokenizer's config names, or a blank line). `max_context` "cut" drops the end
+    of a context that is too long for the model's positions. With ratio=1 nothing is lost and "auto" restores nothing,
+    nor above the ratios of the adapter's training, unless `restore_tokens` or `restore_from` asks for it.
     """
     quantized.check(storage)
     conventions = CompressionConfig(prefix_policy, on_small_budget, allocation, restore_from, offset)
@@ -74,9 +74,9 @@ def compress(
     between = default_between(tokenizer) if between is None else between
     parsed, cut = fit(model, make_context(tokenizer, text, between, system), max_context, offset)
     size = model, parsed, conventions, ratio, tokens_per_head
-    if budget_for(*size).ratio == 1 and adapter == "auto":  # also refuses a bad ratio before any work is done
-        adapter = restore_tokens = None
-    restorer = load_adapter(model, adapter, compressor, restore_tokens, parsed.between)
+    kept = budget_for(*size).ratio
+    adapter, restore_tokens = (None, None) if kept == 1 and adapter == "auto" else (adapter, restore_tokens)
+    restorer = load_adapter(model, adapter, compressor, restore_tokens, parsed.between, kept)
     budget = budget_for(*size, restorer.restore_tokens if restorer else 0)
     chosen = (replace(compressor, adapter=restorer) if restorer else compressor).suited_to(parsed, budget)
     with torch.no_grad():

@@ -7,6 +7,7 @@ evict      B = floor(r * T_b * L * H) -> the evictor keeps the B - n*L*H best pa
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,7 +18,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv import evictors, spec
 from restorekv.compression.allocate import GLOBAL
 from restorekv.compression.attention_matching.method import AttentionMatching
-from restorekv.compression.budget import Budget, OnSmallBudget, PrefixPolicy
+from restorekv.compression.budget import Budget, OnSmallBudget, PrefixPolicy, exact_ratio
 from restorekv.compression.prepared import (
     CompressionConfig,
     Compressor,
@@ -144,10 +145,11 @@ def make_compressor(
 
 def load_adapter(
     model: PreTrainedModel, adapter: RestoreAdapter | str | Path | None, compressor: Compressor,
-    restore_tokens: int | None = None,
-    between: str | None = None,
+    restore_tokens: int | None = None, between: str | None = None, ratio: Fraction | None = None,
 ) -> RestoreAdapter | None:  # fmt: skip
     """Returns the adapter that `compress` is given or finds (see there), or its first `restore_tokens` as one.
+
+    Where a `ratio` is given and nothing else asks for restoring, "auto" is None above the ratios of the training.
 
     "tiny:NAME" or "smollm2:NAME" is the one that ships for the evictor NAME, for use with another evictor. Warns where
     the adapter was trained for another use, which `between` is a part of.
@@ -158,6 +160,7 @@ def load_adapter(
             raise AdapterError(f"{compressor.spec} restores nothing; leave out the adapter.")
         return None
     auto = adapter == "auto"
+    asked = restore_tokens is not None or conventions.restore_from != "full"
     if isinstance(adapter, str):
         adapter = locate_adapter(model, adapter, compressor)
     if adapter is None:
@@ -174,6 +177,8 @@ def load_adapter(
                 raise
             warn(f"{error} Nothing is restored.")
             return None
+    if auto and not asked and ratio is not None and ratio > exact_ratio((adapter.card.ratio_range or (0, 1))[1]):
+        return None  # docs/concepts.md has the figures
     if adapter.model is not model:
         raise AdapterError("The adapter was made for another model object; load it for this one.")
     trained_for = conventions.allocation.spec, conventions.restore_from, conventions.prefix_policy, between
