@@ -1,5 +1,6 @@
 """A mixture is the teacher's own greedy words, resumable to the same bytes, and never an evaluation text."""
 
+import gzip
 import itertools
 import json
 import random
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import restorekv.data.build
-from restorekv.data.build import build
+from restorekv.data.build import SHIPPED, build
 from restorekv.data.config import BuildConfig
 from restorekv.data.documents import Document
 from restorekv.data.mixture import read_mixture
@@ -23,6 +24,7 @@ from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.files import HOST
 from restorekv.model.load import model_fingerprint
 from restorekv.model.prompt import BETWEEN, encode, make_context, question_ids
+from restorekv.tasks.reading import TEXTS
 from restorekv.tiny.suite import documents as suite
 from tests.helpers.data_world import flags, settings, text, two_papers, write_jsonl, write_sources
 from tests.helpers.models import build_model
@@ -40,9 +42,10 @@ def model():
 
 @pytest.fixture(scope="module", autouse=True)
 def suite_once(tiny_tokenizer):
-    """Making the bundled suite's documents takes longer than a build here."""
+    """Making the bundled suite's documents, and reading what ships, takes longer than a build here."""
     made = suite(tiny_tokenizer, restorekv.data.build.TESTED)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(restorekv.data.build, "SHIPPED", [])
         patch.setattr(restorekv.data.build, "suite", lambda tokenizer, count: made)
         yield
 
@@ -208,6 +211,24 @@ def test_kill_9_in_the_middle_of_a_write_leaves_a_build_that_goes_on(whole, file
         manifest["model"].pop("name")
         folder["manifest.json"] = manifest
     assert made == expected
+
+
+def test_texts_that_ship_for_benchmarks_are_refused(files, model, tiny_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(restorekv.data.build, "SHIPPED", SHIPPED)
+    novel, stories, squad = (
+        gzip.decompress((TEXTS / name).read_bytes()).decode()
+        for name in ("novels/Burnett_Garden_1911.txt.gz", "fairytaleqa/val.jsonl.gz", "share-alike/squad.json.gz")
+    )
+    story, article = json.loads(stories.partition("\n")[0])["context"][:3000], json.loads(squad)["data"][0]
+    paragraph = max((each["context"] for each in article["paragraphs"]), key=len)
+    texts = novel[9000:12000], story, paragraph
+    papers = [{"instruction": f"{paper} Now the paper ends. Question: who?"} for paper in texts]
+    changed = tmp_path / "longalpaca.json"
+    changed.write_text(json.dumps([*json.loads(Path(files["longalpaca"]).read_text()), *papers]))
+    config = settings({**files, "longalpaca": str(changed)}, documents=9, books=0, examples=0, longest=4000)
+    told = build(model, tiny_tokenizer, config, tmp_path / "data")["sources"]["longalpaca"]
+    found = [each["found in"] for each in told["refused"]]
+    assert [each.split(",")[0] for each in found] == ["Burnett_Garden_1911.txt.gz", "val.jsonl.gz", "squad.json.gz"]
 
 
 def test_evaluation_texts_are_refused_counted_and_named(files, model, tiny_tokenizer, tmp_path):

@@ -23,6 +23,9 @@ from restorekv.seal import file_digest
 from restorekv.tiny.suite import documents as suite
 
 TESTED = 156  # documents of the bundled suite that docs/table1.md is measured on; the demo asks the first 52
+# What other benchmarks ask and ships. Factbook countries share lists of treaties: tasks/splits.py parts those by name.
+TEXTS = Path(__file__).parents[1] / "tasks" / "texts"
+SHIPPED = [str(TEXTS / name) for name in ("fairytaleqa", "novels", "share-alike")]
 
 
 def build(
@@ -34,7 +37,7 @@ def build(
     resume: bool = False,
     progress: Progress = lambda *_: None,
 ) -> dict:
-    """Makes the mixture in `out` and returns its manifest; texts of `exclude` and of the bundled suite are kept out."""
+    """Makes the mixture in `out` and returns its manifest; see `kept_out` for `exclude`."""
     folder.check_folder(out, resume)
     before = folder.earlier_build(out)
     folder.check_same(out, before, {"config": asdict(config)})  # before a hub is asked
@@ -45,8 +48,7 @@ def build(
         return folder.read_manifest(out)
     if resume and before is None:
         warn(f"There is nothing in {out} to resume; this is a new build.")
-    tests = ((f"bundled suite, document {number}", made.text) for number, made in enumerate(suite(tokenizer, TESTED)))
-    evaluations = Evaluations(chain(tests, evaluation_texts(list(exclude))), config.overlap)
+    evaluations = kept_out(tokenizer, exclude, config.overlap)
     longest = longest_context(model, tokenizer, config)
     check_lengths(config, longest)
     builder = Builder(model, tokenizer, config, evaluations, longest, progress)
@@ -73,6 +75,12 @@ def build(
     write_json(out / folder.NAME, manifest)
     folder.clear(out)
     return manifest
+
+
+def kept_out(tokenizer: Tokenizer, exclude: Sequence[str], share: float) -> Evaluations:
+    """Returns the texts of the bundled suite, of other benchmarks that ship, and of the files or folders `exclude`."""
+    tests = ((f"bundled suite, document {number}", made.text) for number, made in enumerate(suite(tokenizer, TESTED)))
+    return Evaluations(chain(tests, evaluation_texts([*SHIPPED, *exclude])), share)
 
 
 def build_source(builder: Builder, source: Source, out: Path, record: dict) -> dict:
