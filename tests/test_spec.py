@@ -1,6 +1,11 @@
 """The grammar of specs: what comes back, and what each mistake is told."""
 
+import os
+import re
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -64,3 +69,50 @@ def test_every_mistake_is_told(text, told):
     with pytest.raises(RestoreKVError) as mistake:
         spec.parse(text, KNOWN, "thing")
     assert told in str(mistake.value)
+
+
+OWN = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from restorekv.evictors import EVICTORS, Evictor
+
+
+@dataclass(frozen=True)
+class First(Evictor):
+    name: ClassVar[str] = "first"
+
+    def score(self, model, tokenizer, context, full, observer=None):
+        layers, heads = len(full.layers), full.layers[0].keys.shape[1]
+        return {sign}torch.arange(context.tokens, dtype=torch.float32).expand(layers, heads, -1).clone()
+"""
+
+
+def identity_of(folder: Path) -> tuple[str, str]:
+    """What another process that has the folder's packages calls the evictor "first", and its warnings."""
+    code = "from restorekv import evictors; print(evictors.make('first').identity(None))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    return done.stdout.strip(), done.stderr
+
+
+def test_evictors_of_installed_packages_are_known_by_name_and_source(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN.format(sign="-"))
+    (about := tmp_path / "mine-1.0.dist-info").mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[restorekv.evictors]\nfirst = mine:First\n")
+    first, _ = identity_of(tmp_path)
+    assert re.fullmatch("first#[0-9a-f]{12}", first)
+    (tmp_path / "mine.py").write_text(OWN.format(sign="2 * -"))
+    second, _ = identity_of(tmp_path)
+    assert re.fullmatch("first#[0-9a-f]{12}", second) and second != first
+    (tmp_path / "mine.py").write_text("raise ValueError('it needs Fortran')")
+    _, errors = identity_of(tmp_path)
+    assert "mine:First, an entry point of restorekv.evictors, cannot be loaded (it needs Fortran)" in errors
+    assert "There is no evictor 'first'" in errors
+
+
+def test_the_digest_of_a_source_is_no_part_of_a_spec():
+    assert spec.parse("thing:count=4#0123456789ab", KNOWN, "thing").count == 4
+    assert spec.code_of(Thing) == spec.code_of(Thing) != spec.code_of(Bare)

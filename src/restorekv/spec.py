@@ -3,19 +3,27 @@
 Whatever has a spec is a frozen dataclass. Its fields of type int, float, bool and str are its settings.
 """
 
+import hashlib
+import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import fields
+from importlib.metadata import entry_points
 from typing import Any, TypeVar, get_type_hints
 
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, first_sentence, warn
 
 Named = TypeVar("Named")
+CODE = re.compile(r"#[0-9a-f]{12}$")
 EXAMPLES = {int: "NUMBER", float: "NUMBER", bool: "true|false", str: "TEXT"}
 
 
 def parse(text: str, classes: Mapping[str, type[Named]], what: str) -> Named:
-    """Returns an object of the class that `classes` has under the spec's name; error messages call it `what`."""
-    name, _, rest = text.partition(":")
+    """Returns an object of the class that `classes` has under the spec's name; error messages call it `what`.
+
+    A digest that `code_of` made is no part of a spec.
+    """
+    name, _, rest = CODE.sub("", text).partition(":")
     if name not in classes:
         raise RestoreKVError(f"There is no {what} {name!r}; use one of {', '.join(classes)}.")
     types = settings_of(classes[name])
@@ -56,3 +64,27 @@ def read(kind: type, value: str) -> Any:
     if not value or (kind is int and not value.isdecimal()):
         raise ValueError(value)
     return kind(value)
+
+
+def add_installed(group: str, classes: dict[str, type]) -> None:
+    """Adds the classes that installed packages name as entry points of a group, each under its own `name`.
+
+    One that cannot be loaded is left out with a warning.
+    """
+    for entry in entry_points(group=group):
+        try:
+            found = entry.load()
+            classes.setdefault(found.name, found)
+        except Exception as error:  # another package's code may raise anything
+            reason = first_sentence(error) or type(error).__name__
+            warn(f"{entry.value}, an entry point of {group}, cannot be loaded ({reason}); mend or remove its package.")
+
+
+def code_of(cls: type) -> str:
+    """Returns "#" and 12 hex digits of a class's source, for its name stays when it changes; nothing for our own."""
+    if cls.__module__.partition(".")[0] == "restorekv":
+        return ""
+    try:
+        return "#" + hashlib.sha256(inspect.getsource(cls).encode()).hexdigest()[:12]
+    except (OSError, TypeError):  # written where no source is kept
+        return ""

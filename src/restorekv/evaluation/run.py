@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from restorekv import tasks
+from restorekv import spec, tasks
 from restorekv.cache import quantized
 from restorekv.compression.budget import exact_ratio
 from restorekv.compression.eviction import make_compressor
@@ -82,6 +82,7 @@ def cell_facts(worker: Worker, cell: Cell) -> dict:
         context, _ = worker.protocol.context(cell.model, worker.tokenizer, "any text")
         compressor = worker.protocol.adapted(make_compressor(cell.evictor, worker.conventions(cell)), context.prefix)
         name = compressor.identity(worker.model)
+    code = spec.code_of(type(benchmark))
     unit = "contexts" if benchmark.by_context(worker.protocol.name) else "questions"
     return {
         **provenance(worker.model, worker.conventions(cell)),
@@ -90,7 +91,7 @@ def cell_facts(worker: Worker, cell: Cell) -> dict:
         "benchmark": {
             **benchmark.described(), "title": benchmark.title, "spec": benchmark.spec,
             "samples": len(worker.samples), "digest": digest(worker.samples),
-            "questions": sum(len(sample.questions) for sample in worker.samples),
+            "questions": sum(len(sample.questions) for sample in worker.samples), **({"code": code} if code else {}),
         },
         "protocol": worker.protocol.described(cell.model, worker.tokenizer),
         "score": f"mean over tasks of the mean over {unit} x 100",

@@ -22,6 +22,7 @@ __all__ = ["EVICTORS", "Evictor", "make"]
 CLASSES = (KVzip, KVzipPlus, ContrastKV, ContrastKVSimple, SnapKV, H2O, FastKVzip, KVzap, ExpectedAttention, KeyDiff,
            Knorm, Streaming, TOVA, Random, FromKVPress)  # fmt: skip
 EVICTORS: dict[str, type[Evictor]] = {each.name: each for each in CLASSES}
+spec.add_installed("restorekv.evictors", EVICTORS)
 
 
 def make(text: str) -> Evictor:

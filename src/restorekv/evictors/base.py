@@ -32,8 +32,11 @@ class Evictor(ABC):
         return spec.write(self.name, self)
 
     def identity(self, model: Model) -> str:
-        """Returns what determines the scores, for records: the spec, with a digest in place of a file's name."""
-        return self.spec
+        """Returns what determines the scores, for records: the spec, with a digest in place of a file's name.
+
+        A class from outside this package has a digest of its source too.
+        """
+        return self.spec + spec.code_of(type(self))
 
     def as_published(self, prefix: int) -> Self:
         """Returns the evictor with the settings of its authors' code where the spec leaves the defaults; `prefix` is

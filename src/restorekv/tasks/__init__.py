@@ -19,6 +19,7 @@ KINDS = (
     Bundled, Factbook, FairytaleQA, HotpotQA, LongBench, LongHealth, Needle, Qasper, Quality, Ruler, SCBench, XQuAD,
 )  # fmt: skip
 BENCHMARKS: dict[str, type[Benchmark]] = {kind.name: kind for kind in KINDS}
+spec.add_installed("restorekv.benchmarks", BENCHMARKS)
 
 
 def make(text: str) -> Benchmark:
