@@ -177,6 +177,21 @@ def test_conventions_that_are_not_the_adapters_are_named(measured, own):
     }
 
 
+def test_results_beside_caches_that_were_held_otherwise(measured, own):
+    """Every row has the base that was held as it was, and says how."""
+    payload = json.loads((measured / "eval.json").read_text())
+    few = [{**row, "storage": "int8", "score": row["score"] / 2} for row in payload["rows"] if row["evictor"] != "full"]
+    parts = [{**row, "streaming": 64, "score": row["score"] / 4} for row in payload["rows"] if row["evictor"] != "full"]
+    (changed := own / "changed.json").write_text(json.dumps({**payload, "rows": parts + few + payload["rows"]}))
+    plain = {row["ratio"]: row for row in publish.results_in(measured / "eval.json", read(own))}
+    found = publish.results_in(changed, read(own))
+    assert len(found) == 3 * len(plain)
+    for row in found:
+        part = 4 if row.get("streaming") == 64 else 2 if row.get("storage") == "int8" else 1
+        assert row["base"] == pytest.approx(plain[row["ratio"]]["base"] / part, abs=0.051)
+    assert publish.with_results(replace(read(own).card, results=found), found).results == found
+
+
 def test_results_of_another_adapter_are_refused(measured, own, world):
     def refusal(folder, file):
         done = cli("push", folder, REPO, "--dry-run", "--results", file)

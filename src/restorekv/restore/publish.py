@@ -24,6 +24,7 @@ PUBLISHED = {f"RestoreKV-{model}{suffix}": evictor for model in MODELS for evict
 AUTHORS_LICENSE = "cc-by-nc-4.0"  # of all four, by their model cards
 README_LIMIT = 1 << 20  # bytes
 CONVENTIONS = ("prefix_policy", "allocation", "restore_from")
+HELD = {"storage": "model", "streaming": 0}  # how a cell held its cache, and what is not told
 
 
 def published_name(model: str, evictor: str) -> str:
@@ -228,7 +229,8 @@ def results_in(path: Path, stored: Stored) -> list[dict]:
 
 def result(row: dict, rows: list[dict], card: Card) -> dict:
     """Returns a restored cell with the scores of its base and of the full cache, which were asked the same."""
-    asked, base = ("model", "fingerprint", "benchmark", "protocol"), ("evictor", "ratio", "offset", *CONVENTIONS[:2])
+    asked = "model", "fingerprint", "benchmark", "protocol", "dtype"
+    base = "evictor", "ratio", "offset", "on_tight", *CONVENTIONS[:2], *HELD
     same = [other for other in rows if all(other[key] == row[key] for key in asked)]
     alone = next(each for each in same if not each["restored"] and all(each[key] == row[key] for key in base))
     full = next(each for each in same if each["evictor"] == "full")
@@ -237,13 +239,14 @@ def result(row: dict, rows: list[dict], card: Card) -> dict:
     kind = {"benchmark": row["benchmark"], "ratio": row["ratio"]}
     kind |= {} if row["protocol"] == "kvpress" else {"protocol": row["protocol"]}
     kind |= {key: row[key] for key in CONVENTIONS if row[key] != getattr(card, key)}
+    kind |= {key: row[key] for key, usual in HELD.items() if row[key] != usual}
     counts = {"questions": row["questions"], "documents": row["samples"]}
     return kind | {name: round(score, 1) for name, score in scores.items()} | counts
 
 
 def with_results(card: Card, results: list[dict]) -> Card:
     """Adds rows, in place of older ones of the same kind."""
-    kinds = ("benchmark", "protocol", "ratio", *CONVENTIONS)
+    kinds = ("benchmark", "protocol", "ratio", *CONVENTIONS, *HELD)
     fresh = [[row.get(key) for key in kinds] for row in results]
     return replace(
         card, results=[row for row in card.results or () if [row.get(key) for key in kinds] not in fresh] + results
