@@ -12,7 +12,7 @@ from restorekv.evaluation.grid import FULL, Cell
 from restorekv.evaluation.report.page import Block, Section
 from restorekv.evaluation.results import Result
 from restorekv.evaluation.rows import CACHE_FIGURES
-from restorekv.evaluation.stats import LEAST
+from restorekv.evaluation.stats import FEW, LEAST, bounds
 from restorekv.evaluation.tables import Table, name, number, score
 
 RULE = (
@@ -39,13 +39,13 @@ def full_cache(done: Mapping[Cell, Result]) -> Table:
     for cell, result in done.items():
         for task, points in result.summary["tasks"].items() if cell.evictor == FULL else ():
             counts = points["score"] >= LEAST
-            shown = score(points["score"], points["low"], points["high"])
+            shown = score(points["score"], *bounds(points))
             rows.append([*asked(cell), task, number(points["questions"], 0), shown, "counts" if counts else "below 10"])
             figures = {key: points[key] for key in ("questions", "score", "low", "high")}
             data.append({"benchmark": cell.benchmark, "protocol": cell.protocol, "task": task, **figures,
                          "counts": counts})  # fmt: skip
     head = ["benchmark", "settings", "task", "questions", "score of the full cache", "in means"]
-    note = "Points, 0 to 100; 95 % intervals."
+    note = f"Points, 0 to 100; 95 % intervals over at least {FEW} contexts."
     return Table("full-cache", "The full cache by task", head, rows, note, data, left=(0, 1, 2, 5))
 
 

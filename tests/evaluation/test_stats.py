@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.stats import Answer, compared, family_means, interval, mean_score
+from restorekv.evaluation.report.scores import count
+from restorekv.evaluation.stats import FEW, Answer, bounds, compared, family_means, interval, mean_score
 
 
 def answers(scores: dict[tuple[int, str], float]) -> list[Answer]:
@@ -46,3 +47,13 @@ def test_runs_that_were_asked_other_questions_are_not_compared():
     for other in (answers({(0, "qa"): 1.0, (2, "qa"): 0.0}), told[::-1], told[:1]):
         with pytest.raises(RestoreKVError, match="different questions"):
             interval(told, other)
+
+
+def test_few_contexts_have_no_interval_to_show():
+    """Over one context a bootstrap has no width, over two it excludes zero by chance as often as not."""
+    for contexts in (1, FEW - 1, FEW):
+        mine, base = ([Answer(f"{n}", "f", "q", "", score) for n in range(contexts)] for score in (0.6, 0.5))
+        found = compared(mine, base)
+        assert found["contexts"] == contexts
+        assert (bounds(found) == bounds(found, "gain_") == (None, None)) == (contexts < FEW)
+        assert count([found]).startswith(f"1 of 1 paired cells improve, {int(contexts == FEW)} of them with")

@@ -5,7 +5,7 @@ contexts, so questions of one context count as the dependent draws they are. Dif
 set of contexts counts for both sides.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,6 +14,7 @@ import numpy as np
 from restorekv.errors import RestoreKVError
 
 LEAST = 10.0  # points: a task on which the full cache scores less has nothing to lose
+FEW = 6  # contexts: a bootstrap over fewer is too narrow, over one it has no width
 RESAMPLES = 2000
 BLOCK = 500  # resamples drawn at a time: their counts are (BLOCK, contexts)
 
@@ -57,10 +58,16 @@ def counted(answers: Sequence[Answer], left_out: Container[str]) -> list[Answer]
 def compared(answers: Sequence[Answer], base: Sequence[Answer] = (), by_context: bool = False) -> dict[str, float]:
     """Returns a score with its interval; with the base's answers also the paired gain over it with its own."""
     score = zip(("score", "low", "high"), interval(answers, by_context=by_context), strict=True)
-    figures = dict(score) | {"questions": len(answers)}
+    figures = dict(score) | {"questions": len(answers), "contexts": len({answer.document for answer in answers})}
     if base:
         figures |= zip(("gain", "gain_low", "gain_high"), interval(answers, base, by_context=by_context), strict=True)
     return figures
+
+
+def bounds(figures: Mapping[str, float], of: str = "") -> tuple[float, float] | tuple[None, None]:
+    """Returns the interval of a score, or of a "gain_", to be shown: none over fewer than FEW contexts."""
+    contexts = figures.get("contexts", figures["questions"])  # results of version 0.1 lack the former
+    return (None, None) if contexts < FEW else (figures[f"{of}low"], figures[f"{of}high"])
 
 
 def interval(

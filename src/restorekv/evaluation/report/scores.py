@@ -11,13 +11,15 @@ from restorekv.evaluation.grid import grouped
 from restorekv.evaluation.report.page import Details, Section
 from restorekv.evaluation.report.runs import FULL_CACHE, Condition, Run, model_name
 from restorekv.evaluation.rows import SeedPool
+from restorekv.evaluation.stats import FEW, bounds
 from restorekv.evaluation.tables import ABSENT, Table, TableCell, TableRow, at, number, percent, slug
 
 COLUMNS = 12  # of figures side by side
 NOTE = (
     "Points, 0 to 100; below each score its 95 % interval, below each gain the 95 % interval of the paired gain "
     "(bootstrap over contexts, the same draws for both sides) and the share of the base's loss that came back. ▲ "
-    "green: restored scores higher, ▼ orange: lower; bold: the interval excludes zero."
+    "green: restored scores higher, ▼ orange: lower; bold: the interval excludes zero. Fewer than "
+    f"{FEW} contexts have no interval."
 )
 
 
@@ -45,10 +47,13 @@ def pairs(run: Run) -> list[dict[str, float]]:
 def count(scores: Sequence[Mapping[str, float]]) -> str:
     """Says how many pairs improve, and how surely."""
     more = sum(score["gain"] > 0 for score in scores)
-    sure = sum(score["gain_low"] > 0 for score in scores)
-    less = sum(score["gain_high"] < 0 for score in scores)
+    shown = [score for score in scores if score["contexts"] >= FEW]
+    sure = sum(score["gain_low"] > 0 for score in shown)
+    less = sum(score["gain_high"] < 0 for score in shown)
     below = f"; {less} with one below zero" if less else "; none with one below zero"
-    return f"{more} of {len(scores)} paired cells improve, {sure} of them with a 95 % interval above zero{below}."
+    few = f" {len(scores) - len(shown)} have fewer than {FEW} contexts, too few for an interval."
+    told = f"{more} of {len(scores)} paired cells improve, {sure} of them with a 95 % interval above zero{below}."
+    return told + few * (len(shown) < len(scores))
 
 
 def section(run: Run) -> list[Section]:
@@ -135,10 +140,10 @@ def shown(pool: SeedPool | None, points: Mapping[str, float]) -> TableCell:
     if not points:
         return ABSENT
     if "gain" not in points:
-        return tables.score(points["score"], points["low"], points["high"])
+        return tables.score(points["score"], *bounds(points))
     recovered = points.get("recovered")
     back = "" if recovered is None else f"{percent(recovered, 0)} back"
-    return tables.gain(points["gain"], points["gain_low"], points["gain_high"], of=number(points["score"]), more=back)
+    return tables.gain(points["gain"], *bounds(points, "gain_"), of=number(points["score"]), more=back)
 
 
 def budgets(same: Sequence[bool]) -> str:
