@@ -67,7 +67,7 @@ def test_the_demo_loads_its_model_once(monkeypatch):
     loads, load_model = [], worker.load_model
     for module in (session, worker):
         monkeypatch.setattr(module, "load_model", lambda *given: loads.append(given) or load_model(*given))
-    worker.opened_model.cache_clear()
+    worker.OPENED.clear()
     demo = cli("demo", "--model", "tiny")
     assert demo.code == 0 and "full cache" in demo.out, demo
     assert len(loads) == 1

@@ -30,7 +30,7 @@ def world(tmp_path_factory, tiny_tokenizer):
 @pytest.fixture(autouse=True)
 def plain(monkeypatch):
     monkeypatch.setitem(tasks.BENCHMARKS, "plain", Plain)
-    worker.opened_model.cache_clear()
+    worker.OPENED.clear()
 
 
 def masked_logits(path, ids, answers, positions, cache):

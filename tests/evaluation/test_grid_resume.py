@@ -11,7 +11,7 @@ import pytest
 
 from restorekv.evaluation import results
 from restorekv.evaluation.run import run
-from restorekv.evaluation.worker import opened_model
+from restorekv.evaluation.worker import OPENED
 from tests.helpers.grid_world import bundled_grid, contents, resume
 
 CONTEXTS, CELLS, PROGRAM, ROOT = 4, 5, "tests.helpers.grid_world", Path(__file__).parents[2]
@@ -26,7 +26,7 @@ KILLS = [  # the writes at which one start after the other is killed; a whole ru
 def uninterrupted(tmp_path_factory):
     """The model stays open in this process, for its children."""
     folder = tmp_path_factory.mktemp("whole")
-    opened_model.cache_clear()
+    OPENED.clear()
     run(bundled_grid(CONTEXTS), folder)
     return contents(folder)
 

@@ -36,7 +36,7 @@ def world(tmp_path_factory, tiny_tokenizer):
 @pytest.fixture(autouse=True)
 def plain(monkeypatch):
     monkeypatch.setitem(tasks.BENCHMARKS, "plain", Plain)
-    worker.opened_model.cache_clear()
+    worker.OPENED.clear()
 
 
 @pytest.fixture
@@ -255,7 +255,7 @@ def test_another_model_of_the_same_name_is_refused(world, tmp_path, tiny_tokeniz
     for seed in (0, 1):
         build_model("qwen3", seed=seed).save_pretrained(place)
         tiny_tokenizer.save_pretrained(place)
-        worker.opened_model.cache_clear()
+        worker.OPENED.clear()
         if seed == 0:
             run(grid(str(place), "plain"), tmp_path / "run")
     before = contents(tmp_path / "run")

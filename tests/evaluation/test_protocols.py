@@ -52,7 +52,7 @@ def ids(text):
 @pytest.fixture(autouse=True)
 def plain(monkeypatch):
     monkeypatch.setitem(tasks.BENCHMARKS, "plain", Plain)
-    worker.opened_model.cache_clear()
+    worker.OPENED.clear()
 
 
 @pytest.fixture

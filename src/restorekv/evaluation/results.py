@@ -8,7 +8,7 @@ DIR/cells/<name>/cell.json      the cell and what it was made with, written firs
 
 import json
 import os
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -152,9 +152,19 @@ def opened(folder: Path, cell: Cell, facts: dict) -> Result:
 
 def differences(before: dict, now: dict) -> str:
     """Names what changed, as "fingerprint 1f (now 2e)"; versions and threads are recorded, not compared."""
-    now = json.loads(json.dumps(now))
-    keys = [key for key in {**before, **now} if key not in ("versions", "threads") and before.get(key) != now.get(key)]
-    return " and ".join(f"{key} {before.get(key)} (now {now.get(key)})" for key in keys)
+    before, now = flat(before), flat(json.loads(json.dumps(now)))
+    keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    changed = [key for key in keys if key != "threads" and not key.startswith("versions.")]
+    return " and ".join(f"{key} {before.get(key)} (now {now.get(key)})" for key in changed)
+
+
+def flat(facts: Mapping[str, object], before: str = "") -> dict[str, object]:
+    """Returns nested facts under names as "benchmark.digest"; RoPE stays one."""
+    names: dict[str, object] = {}
+    for key, value in facts.items():
+        nested = isinstance(value, Mapping) and key != "rope"
+        names |= flat(value, f"{before}{key}.") if nested else {before + key: value}
+    return names
 
 
 def read(path: Path) -> Result:

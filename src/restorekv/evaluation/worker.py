@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tasks import Sample
 
 Seconds = dict[str, float]
+OPENED: dict[tuple[str, str, str, str], tuple[PreTrainedModel, Tokenizer]] = {}  # at most one
 Line = tuple[Cell, dict, Seconds]  # a cell, its answers to one context, and what they took
 
 
@@ -182,7 +183,10 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-@lru_cache(maxsize=1)
 def opened_model(name: str, dtype: str, device: str, protocol: str) -> tuple[PreTrainedModel, Tokenizer]:
-    """The model as the protocol rotates it; the last one used stays."""
-    return load_model(name, dtype, device, protocols.make(protocol).rope(name))
+    """The model as the protocol rotates it; the last one used stays, until the next one is wanted."""
+    key = name, dtype, device, protocol
+    if key not in OPENED:
+        OPENED.clear()  # first, so that two models are never held at once
+        OPENED[key] = load_model(name, dtype, device, protocols.make(protocol).rope(name))
+    return OPENED[key]

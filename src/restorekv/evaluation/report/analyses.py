@@ -10,8 +10,9 @@ from restorekv.errors import RestoreKVError
 from restorekv.evaluation import charts
 from restorekv.evaluation.analysis.run import RENAMED
 from restorekv.evaluation.charts import Axis, Chart, Mark, Panel
-from restorekv.evaluation.report.kept import flat, shown
+from restorekv.evaluation.report.kept import shown
 from restorekv.evaluation.report.page import Block, Details, Points, Section
+from restorekv.evaluation.results import flat
 from restorekv.evaluation.survivors import heads_panel, layers_panel, positions_panel
 from restorekv.evaluation.tables import ABSENT, Table, TableCell, between, number, percent, slug
 

@@ -9,6 +9,7 @@ from restorekv.compression.prepared import SINKS
 from restorekv.evaluation import protocols
 from restorekv.evaluation.report.page import Details, Section
 from restorekv.evaluation.report.runs import Condition, Run, model_name
+from restorekv.evaluation.results import flat
 from restorekv.evaluation.rows import SeedPool
 from restorekv.evaluation.tables import ABSENT, Table, TableCell, at, between, number, percent, slug
 
@@ -167,15 +168,6 @@ def conventions(run: Run) -> list[Section]:
 def values(cells: Iterable[Mapping], key: str) -> list[str]:
     """Returns what the cells say of a convention, each value once."""
     return list(dict.fromkeys(shown(facts.get(key)) for facts in cells))
-
-
-def flat(facts: Mapping[str, object], before: str = "") -> dict[str, object]:
-    """Returns nested facts under names as "benchmark.digest"; RoPE stays one."""
-    names: dict[str, object] = {}
-    for key, value in facts.items():
-        nested = isinstance(value, Mapping) and key != "rope"
-        names |= flat(value, f"{before}{key}.") if nested else {before + key: value}
-    return names
 
 
 def shown(value: object) -> str:
