@@ -70,6 +70,16 @@ def test_a_run_goes_on_from_an_adapter(tiny_model, tiny_tokenizer, tmp_path):
             initial_adapter(tiny_model, tiny_tokenizer, replace(still, **wrong))
 
 
+@pytest.mark.parametrize(("kind", "other"), [("learned", "fixed"), ("fixed", "learned")])
+def test_a_run_goes_on_with_the_kind_of_embeddings_that_the_adapter_has(tiny_tokenizer, tmp_path, kind, other):
+    model, config = build_model("llama"), replace(CONFIG, embeddings=kind, init=str(tmp_path))
+    initial_adapter(model, tiny_tokenizer, replace(config, init="")).save_pretrained(tmp_path)
+    again = initial_adapter(model, tiny_tokenizer, config)
+    assert again.embeddings.requires_grad == (kind == "learned")
+    with pytest.raises(AdapterError, match=f"has embeddings {kind}, the settings {other}; train with --embeddings"):
+        initial_adapter(model, tiny_tokenizer, replace(config, embeddings=other))
+
+
 def test_every_adapter_weight_that_can_learn_does(tiny_tokenizer, tmp_path):
     model = build_model("qwen3")
     first = train(model, tiny_tokenizer, EXAMPLES, replace(CONFIG, steps=1, lr=0.0), tmp_path / "start")

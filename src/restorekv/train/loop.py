@@ -167,11 +167,12 @@ def initial_adapter(model: PreTrainedModel, tokenizer: Tokenizer, config: TrainC
         )  # fmt: skip
     adapter = RestoreAdapter.from_pretrained(model, config.init)
     shape = {"restore_tokens": adapter.restore_tokens, "rank": adapter.config.r, "alpha": adapter.config.lora_alpha}
+    shape["embeddings"] = adapter.card.embeddings
     for name, value in shape.items():
         if value != getattr(config, name):
             raise AdapterError(
-                f"The adapter {config.init} has {name} {value:g}, the settings {getattr(config, name):g}; "
-                f"train with --{name.replace('_', '-')} {value:g}."
+                f"The adapter {config.init} has {name} {value}, the settings {getattr(config, name)}; "
+                f"train with --{name.replace('_', '-')} {value}."
             )
     if set(adapter.config.target_modules or ()) != set(config.targets):
         raise AdapterError(f"The adapter {config.init} has LoRA on other layers than --targets; name the same ones.")
