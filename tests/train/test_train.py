@@ -59,7 +59,7 @@ def test_a_run_goes_on_from_an_adapter(tiny_model, tiny_tokenizer, tmp_path):
     again = train(tiny_model, tiny_tokenizer, EXAMPLES, still, tmp_path / "again")
     before, after = first.trainable_state(), again.trainable_state()
     assert all(torch.equal(after[name], value) for name, value in before.items())
-    assert again.card.data[-1]["source"].endswith("through the adapter it began with")
+    assert again.card.data[-1]["source"] == "unnamed data, through the adapter it began with"
     named = [replace(example, source="mine") for example in EXAMPLES]
     train(tiny_model, tiny_tokenizer, named, replace(CONFIG, steps=1), tmp_path / "named")
     more = replace(still, init=str(tmp_path / "named" / "adapter"))
@@ -68,6 +68,22 @@ def test_a_run_goes_on_from_an_adapter(tiny_model, tiny_tokenizer, tmp_path):
     for wrong in ({"restore_tokens": 3}, {"rank": 4}, {"alpha": 8}, {"targets": ("q_proj",)}):
         with pytest.raises(AdapterError, match=place):
             initial_adapter(tiny_model, tiny_tokenizer, replace(still, **wrong))
+
+
+def test_data_of_one_name_counts_under_each_of_its_licenses(tiny_tokenizer, tmp_path):
+    """A restrictive license of the adapter that a run begins with may not get lost."""
+    model, config = build_model("llama"), replace(CONFIG, steps=1)
+    strict = [replace(example, source="mine", license="cc-by-nc-4.0") for example in EXAMPLES]
+    train(model, tiny_tokenizer, [*strict, EXAMPLES[0]], config, tmp_path / "first")
+    free = [replace(example, license="mit") for example in strict]
+    more = replace(config, init=str(tmp_path / "first" / "adapter"))
+    card = train(model, tiny_tokenizer, free, more, tmp_path / "second").card
+    assert [(row["source"], row["license"]) for row in card.data] == [
+        ("mine", "mit"),
+        ("mine, through the adapter it began with", "cc-by-nc-4.0"),
+        ("unnamed data, through the adapter it began with", None),
+    ]
+    assert card.license == "cc-by-nc-4.0"
 
 
 @pytest.mark.parametrize(("kind", "other"), [("learned", "fixed"), ("fixed", "learned")])

@@ -183,11 +183,10 @@ def finish(adapter: RestoreAdapter, teachers: TeacherCache, folder: Path, group:
     """Saves the adapter with what it was trained with, which includes the data of the adapter it started from."""
     config, before = teachers.config, adapter.card
     own = sources(teachers.examples)
-    known = {row["source"] for row in own} - {None}  # an adapter that is trained further on its own data names it once
     inherited = [
-        row | {"source": f"{row.get('source')}, through the adapter it began with"}
+        row | {"source": f"{row.get('source') or 'unnamed data'}, through the adapter it began with"}
         for row in before.data or []
-        if row.get("source") not in known
+        if row.get("source") is None or row not in own  # the very same data, trained on again, is named once
     ]
     adapter.describe(
         evictor=teachers.eviction.identity(teachers.model),
