@@ -18,7 +18,10 @@ from restorekv.train.examples import Example, bundled_examples, read_examples
 from restorekv.train.loop import Progress, train
 from restorekv.train.parallel import own_device, process_group, spread, wants_shards
 
-DATA_HELP = 'bundled, a mixture (restorekv data) or JSON lines {"context", "questions", "answers"}; repeatable.'
+DATA_HELP = (
+    'bundled, a mixture (restorekv data) or JSON lines {"context", "questions"}, with "answers" as drafts of the '
+    "model's own; repeatable."
+)
 
 
 @options.options_of(TrainConfig)
