@@ -1,7 +1,6 @@
 """What is kept between steps and runs changes no loss, and nothing stale is read."""
 
 import copy
-import csv
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +17,9 @@ from restorekv.train.examples import bundled_examples
 from restorekv.train.loop import train
 from restorekv.train.teacher_cache import TeacherCache, facts
 from tests.helpers.models import build_model
-from tests.helpers.training import CONFIG, EXAMPLES
+from tests.helpers.training import CONFIG, EXAMPLES, losses
 
 LIVE = replace(CONFIG, keep=0)
-
-
-def losses(folder: Path) -> list[float]:
-    with (folder / "loss.csv").open() as file:
-        return [float(row["loss"]) for row in csv.DictReader(file)]
 
 
 def files(store: Path) -> dict[str, float]:

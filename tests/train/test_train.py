@@ -1,6 +1,5 @@
 """The training loop: the loss falls, a killed run resumes with the same losses, the backbone stays as it was."""
 
-import csv
 from dataclasses import replace
 
 import pytest
@@ -31,12 +30,7 @@ from restorekv.train.loop import initial_adapter, train
 from restorekv.train.loss import answer_logits, divergence
 from restorekv.train.teacher_cache import TeacherCache
 from tests.helpers.models import SHAPE, build_model
-from tests.helpers.training import CONFIG, EXAMPLES, TEXT
-
-
-def losses(folder) -> list[float]:
-    with (folder / "loss.csv").open() as file:
-        return [float(row["loss"]) for row in csv.DictReader(file)]
+from tests.helpers.training import CONFIG, EXAMPLES, TEXT, losses
 
 
 def test_loss_falls_and_the_backbone_is_untouched(tiny_model, tiny_tokenizer, tmp_path):
@@ -105,28 +99,6 @@ def test_every_adapter_weight_that_can_learn_does(tiny_tokenizer, tmp_path):
     last = f"layers.{model.config.num_hidden_layers - 1}."
     # The last layer leaves its keys and values only, so whatever follows them there never matters.
     assert still and all(last in name and not ("k_proj" in name or "v_proj" in name) for name in still)
-
-
-def test_a_killed_run_resumes_with_the_same_losses(tiny_tokenizer, tmp_path):
-    train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "whole")
-
-    def kill(step: int, steps: int, loss: float) -> None:
-        if step == 5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "cut", progress=kill)
-    train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "cut", resume=True)
-    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
-    one, other = ((tmp_path / run / "adapter" / "adapter_model.safetensors").read_bytes() for run in ("whole", "cut"))
-    assert one == other
-
-
-def test_another_run_is_neither_overwritten_nor_continued(tiny_tokenizer, tmp_path):
-    model = build_model("llama")
-    train(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
-    with pytest.raises(RestoreKVError, match="already holds a run"):
-        train(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
 
 
 def test_targets_are_the_teachers_own_greedy_answers(tiny_model, tiny_tokenizer):
@@ -374,13 +346,6 @@ def test_a_run_is_resumed_as_it_was_and_what_differs_is_named(tiny_tokenizer, tm
     with pytest.raises(RestoreKVError, match=f"is another one .{change} is .*, was "):
         train(model, tiny_tokenizer, examples, config, tmp_path / "run", resume=True)
     assert (tmp_path / "run" / "loss.csv").read_text() == before
-
-
-def test_a_folder_of_something_else_is_left_alone(tiny_tokenizer, tmp_path):
-    (tmp_path / "model.safetensors").write_text("mine")
-    with pytest.raises(RestoreKVError, match="holds other files"):
-        train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
 def test_a_draft_is_confirmed_whichever_stop_id_the_model_uses(tiny_tokenizer, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.errors import RestoreKVError, first_sentence, shown
+from restorekv.errors import RestoreKVError, first_sentence, shown, warn
 from restorekv.files import parse_json, read_bytes, replacing
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train import tensor_file
@@ -20,6 +21,7 @@ from restorekv.train.teacher_cache import facts
 FILE, LOG = "checkpoint.safetensors", "loss.csv"
 FIX = "start again in another folder"
 HEADER = "step,loss,lr,seconds\n"
+ROW = re.compile(r"([0-9]{1,9}),[^,]+,[^,]+,[^,]+")
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ def begin(folder: Path) -> None:
     """Starts the log of a new run; refuses a folder that holds another run or other files."""
     if (folder / FILE).exists():
         raise RestoreKVError(f"{folder} already holds a run; continue it with --resume or choose another folder.")
-    if any(path.name != ".lock" for path in folder.iterdir()) and not (folder / LOG).exists():
+    names = {path.name for path in folder.iterdir()} - {".lock"}
+    if names and (LOG not in names or log_lines(folder / LOG) is None):
         raise RestoreKVError(f"{folder} holds other files and no run; choose an empty or a new folder.")
     (folder / LOG).write_text(HEADER)
 
@@ -106,13 +109,24 @@ def is_state(run: Run, tensors: dict[str, torch.Tensor], step: int) -> bool:
 
 
 def trim(folder: Path, step: int) -> None:
-    """Drops the log lines of steps that the checkpoint does not hold."""
-    what = f"The log {folder / LOG}"
-    lines = read_bytes(folder / LOG, what).decode(errors="replace").splitlines()
-    if len(lines) <= step or f"{lines[0]}\n" != HEADER:
-        raise RestoreKVError(f"{what} is damaged, it lacks steps that the checkpoint holds; {FIX}.")
-    with replacing(folder / LOG) as path:
-        path.write_text("\n".join(lines[: step + 1]) + "\n")
+    """Drops the log's lines of steps that the checkpoint does not hold; warns of those that the log lacks."""
+    path = folder / LOG
+    lines = log_lines(path)
+    if lines is None:
+        raise RestoreKVError(f"{path} is not the log of a run; move it away, then continue with --resume.")
+    rows = [line for line in lines if (row := ROW.fullmatch(line)) and int(row[1]) < step]
+    if len(rows) < step:
+        warn(f"The log {path} lacks {step - len(rows)} of the {step} steps done; the run goes on without these lines.")
+    with replacing(path) as temporary:
+        temporary.write_text("".join([HEADER, *(f"{row}\n" for row in rows)]))
+
+
+def log_lines(path: Path) -> list[str] | None:
+    """Returns the lines of a run's log, none where there is no file yet, or None for a file of something else."""
+    if not os.path.lexists(path):
+        return []
+    text = read_bytes(path, f"The log {path}").decode(errors="replace")
+    return text.splitlines()[1:] if HEADER.startswith(text[: len(HEADER)]) else None
 
 
 def with_prefix(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

@@ -1,0 +1,63 @@
+"""Runs that end early lose no finished step, and folders that are not theirs stay as they are."""
+
+from dataclasses import replace
+
+import pytest
+
+from restorekv.errors import RestoreKVError, RestoreKVWarning
+from restorekv.train.loop import train
+from tests.helpers.models import build_model
+from tests.helpers.training import CONFIG, EXAMPLES, losses
+
+
+def test_a_killed_run_resumes_with_the_same_losses(tiny_tokenizer, tmp_path):
+    train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "whole")
+
+    def kill(step: int, steps: int, loss: float) -> None:
+        if step == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "cut", progress=kill)
+    train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "cut", resume=True)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    one, other = ((tmp_path / run / "adapter" / "adapter_model.safetensors").read_bytes() for run in ("whole", "cut"))
+    assert one == other
+
+
+def test_a_log_that_lacks_steps_does_not_stop_a_whole_checkpoint(tiny_tokenizer, tmp_path):
+    config, run = replace(CONFIG, steps=4, contexts=1), tmp_path / "run"
+    train(build_model("llama"), tiny_tokenizer, EXAMPLES, config, run)
+    log = run / "loss.csv"
+    header, *rows = log.read_text().splitlines(keepends=True)
+    cases = {
+        "": [],
+        header: [],
+        "".join([header, *rows[:2], rows[2][:-20]]): rows[:2],
+        header + "".join(rows[1:]): rows[1:],
+    }
+    for text, left in [(None, []), *cases.items()]:
+        log.unlink() if text is None else log.write_text(text)
+        with pytest.warns(RestoreKVWarning, match=f"loss.csv lacks {4 - len(left)} of the 4 steps"):
+            train(build_model("llama"), tiny_tokenizer, EXAMPLES, config, run, resume=True)
+        assert [line.split(",")[0] for line in log.read_text().splitlines()[1:]] == [row.split(",")[0] for row in left]
+    log.write_text("epoch,val\n1,0.5\n")
+    with pytest.raises(RestoreKVError, match=r"loss\.csv is not the log of a run; move it away"):
+        train(build_model("llama"), tiny_tokenizer, EXAMPLES, config, run, resume=True)
+    assert log.read_text() == "epoch,val\n1,0.5\n"
+
+
+def test_another_run_is_neither_overwritten_nor_continued(tiny_tokenizer, tmp_path):
+    model = build_model("llama")
+    train(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
+    with pytest.raises(RestoreKVError, match="already holds a run"):
+        train(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("name", ["model.safetensors", "loss.csv"])
+def test_a_folder_of_something_else_is_left_alone(tiny_tokenizer, tmp_path, name, resume):
+    (tmp_path / name).write_text("epoch,val\n1,0.5\n")
+    with pytest.raises(RestoreKVError, match="holds other files"):
+        train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path, resume)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "epoch,val\n1,0.5\n")]
