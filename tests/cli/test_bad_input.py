@@ -15,6 +15,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 
+import restorekv.cli.train
 import restorekv.compression.streaming
 import restorekv.train.loop
 from tests.helpers.bad_input import (
@@ -22,6 +23,7 @@ from tests.helpers.bad_input import (
     USAGE,
     files_below,
     flags,
+    old_run,
     train,
 )
 from tests.helpers.cli_world import Result, World, build_world, cli
@@ -125,6 +127,12 @@ def test_interrupted_while_compressing(world, tmp_path, monkeypatch, moment):
         monkeypatch.setattr(os, "fsync", interrupt)
     assert_refused(cli(*flags("--ratio", 0.5)(world, tmp_path)), "Interrupted", code=130)
     assert not files_below(tmp_path)
+
+
+def test_a_folder_that_holds_a_run_is_refused_before_the_model_is_loaded(world, tmp_path, monkeypatch):
+    command = old_run()(world, tmp_path)
+    monkeypatch.setattr(restorekv.cli.train, "open_model", None)
+    assert_refused(cli(*command), "already holds a run")
 
 
 def test_interrupted_while_training_names_the_way_on(world, tmp_path, monkeypatch):

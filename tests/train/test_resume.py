@@ -1,10 +1,12 @@
 """Runs that end early lose no finished step, and folders that are not theirs stay as they are."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from restorekv.errors import RestoreKVError, RestoreKVWarning
+from restorekv.train import checkpoint
 from restorekv.train.loop import train
 from tests.helpers.models import build_model
 from tests.helpers.training import CONFIG, EXAMPLES, losses
@@ -47,11 +49,25 @@ def test_a_log_that_lacks_steps_does_not_stop_a_whole_checkpoint(tiny_tokenizer,
     assert log.read_text() == "epoch,val\n1,0.5\n"
 
 
-def test_another_run_is_neither_overwritten_nor_continued(tiny_tokenizer, tmp_path):
+def test_another_run_is_neither_overwritten_nor_continued(tiny_tokenizer, tmp_path, monkeypatch):
     model = build_model("llama")
     train(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
+    monkeypatch.setattr(checkpoint, "origin", None)  # known before the data are hashed
     with pytest.raises(RestoreKVError, match="already holds a run"):
         train(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
+
+
+def test_a_refused_training_leaves_nothing_behind(tiny_tokenizer, tmp_path, monkeypatch):
+    model, run, file = build_model("llama"), tmp_path / "new" / "run", tmp_path / "file"
+    file.write_text("mine")
+    long = replace(EXAMPLES[0], context="house " * 5000, where="line 7")
+    with pytest.raises(RestoreKVError, match="line 7 needs"):
+        train(model, tiny_tokenizer, [long], CONFIG, run)
+    monkeypatch.setattr(checkpoint, "origin", None)  # the places come before the data are hashed
+    for out, store in ((run, file), (run, file / "store"), (file / "run", None), (run, Path("/dev/null"))):
+        with pytest.raises(RestoreKVError, match="is a file; give the name of a folder"):
+            train(model, tiny_tokenizer, EXAMPLES, CONFIG, out, store=store)
+    assert list(tmp_path.iterdir()) == [file]
 
 
 @pytest.mark.parametrize("resume", [False, True])

@@ -49,8 +49,7 @@ def run(
     targets = () if settings["targets"] == "none" else tuple(name.strip() for name in settings["targets"].split(","))
     config = TrainConfig(**{**settings, "targets": targets})
     check_lengths(shortest, longest)
-    if out.exists() and not out.is_dir():
-        raise RestoreKVError(f"{out} is a file; give the name of a folder.")
+    checkpoint.check_folders(out, resume, store)
     if store_prefill and store is None:
         raise RestoreKVError("--store-prefill needs a folder; name it with --store.")
     for name in data:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.errors import RestoreKVError, first_sentence, shown, warn
-from restorekv.files import parse_json, read_bytes, replacing
+from restorekv.files import check_target, parse_json, read_bytes, replacing
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train import tensor_file
 from restorekv.train.config import TrainConfig
@@ -34,13 +34,34 @@ class Run:
     origin: dict[str, object]
 
 
-def begin(folder: Path) -> None:
-    """Starts the log of a new run; refuses a folder that holds another run or other files."""
-    if (folder / FILE).exists():
-        raise RestoreKVError(f"{folder} already holds a run; continue it with --resume or choose another folder.")
-    names = {path.name for path in folder.iterdir()} - {".lock"}
+def check_folders(folder: Path, resume: bool = False, store: Path | None = None) -> None:
+    """Refuses places that no run can use, and a folder of other files or of another run; makes and changes nothing."""
+    for place in (folder, store):
+        if place is not None:
+            check_place(place)
+    if folder.exists():
+        check_target(folder / FILE)
+    if os.path.lexists(folder / FILE):
+        if not resume:
+            raise RestoreKVError(f"{folder} already holds a run; continue it with --resume or choose another folder.")
+        return
+    names = {path.name for path in folder.iterdir()} - {".lock"} if folder.exists() else set()
     if names and (LOG not in names or log_lines(folder / LOG) is None):
         raise RestoreKVError(f"{folder} holds other files and no run; choose an empty or a new folder.")
+
+
+def check_place(folder: Path) -> None:
+    """Refuses what is no folder and what cannot become one."""
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise RestoreKVError(f"{there} is a file; give the name of a folder.")
+    if there != folder:
+        check_target(there / folder.absolute().relative_to(there.absolute()).parts[0])
+
+
+def begin(folder: Path) -> None:
+    """Starts the log of a new run."""
+    check_folders(folder)
     (folder / LOG).write_text(HEADER)
 
 

@@ -79,18 +79,20 @@ def train(
         raise RestoreKVError("There is nothing to train on; give at least one example.")
     if model.dtype == torch.float16:
         raise RestoreKVError("Gradients of long answers vanish in float16; train with --dtype bfloat16 or float32.")
+    checkpoint.check_folders(folder, resume, store)
     model.requires_grad_(False)
     adapter = initial_adapter(model, tokenizer, config)
-    folder.mkdir(parents=True, exist_ok=True)
     parameters = [parameter for parameter in adapter.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=config.lr, betas=(0.9, 0.999), weight_decay=config.weight_decay)
     run = Run(config, adapter, optimizer, checkpoint.origin(model, tokenizer, examples, config, group.size))
     group.assert_same(config.text() + json.dumps(run.origin))
     check_lengths(model, tokenizer, examples, config)
     teachers = TeacherCache(model, tokenizer, examples, config, store, store_prefill)
-    with nullcontext() if group.rank else alone(folder):
-        start = first_step(folder, run, resume, group, notice)
-        take_steps(run, teachers, folder, start, progress, group, notice)
+    start = first_step(folder, run, teachers, resume, group, notice)
+    with nullcontext() if group.rank else alone(folder):  # which makes the folder, after all that may be refused
+        if group.rank == 0:
+            checkpoint.trim(folder, start) if start else checkpoint.begin(folder)
+        take_steps(run, teachers, folder, start, progress, group)
         finish(adapter, teachers, folder, group)
     return adapter
 
@@ -102,13 +104,9 @@ def take_steps(
     start: int,
     progress: Progress,
     group: ProcessGroup,
-    notice: Callable[[str], None],
 ) -> None:
-    """Takes the steps from `start` on, with a checkpoint every so often; `notice` gets the figures before them."""
+    """Takes the steps from `start` on, with a checkpoint every so often."""
     config = run.config
-    sample = sample_step(config, start, teachers.examples, group.size)[group.rank]
-    with group.join_uneven(teachers.model):
-        notice(str(check(run.adapter, teachers, sample)))
     with step_log(folder, start, group.rank) as log:
         for step in range(start, config.steps):
             begun = time.perf_counter()
@@ -120,14 +118,21 @@ def take_steps(
                 checkpoint.save(folder, run, step + 1)
 
 
-def first_step(folder: Path, run: Run, resume: bool, group: ProcessGroup, notice: Callable[[str], None]) -> int:
-    """Returns the step to begin with and shortens the log to the steps before it."""
+def first_step(
+    folder: Path,
+    run: Run,
+    teachers: TeacherCache,
+    resume: bool,
+    group: ProcessGroup,
+    notice: Callable[[str], None],
+) -> int:
+    """Returns the step to begin with, at which the setup is checked; changes no file but the store's."""
     start = checkpoint.restart(folder, run) if resume else 0
     if resume and not start:
         notice(f"There is no checkpoint in {folder}; starting from the beginning.")
-    group.wait()
-    if group.rank == 0:
-        checkpoint.trim(folder, start) if start else checkpoint.begin(folder)
+    sample = sample_step(run.config, start, teachers.examples, group.size)[group.rank]
+    with group.join_uneven(teachers.model):
+        notice(str(check(run.adapter, teachers, sample)))
     return start
 
 
