@@ -1,12 +1,13 @@
 """Runs that end early lose no finished step, and folders that are not theirs stay as they are."""
 
+import signal
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from restorekv.errors import RestoreKVError, RestoreKVWarning
-from restorekv.train import checkpoint
+from restorekv.train import checkpoint, loop
 from restorekv.train.loop import train
 from tests.helpers.models import build_model
 from tests.helpers.training import CONFIG, EXAMPLES, losses
@@ -17,14 +18,57 @@ def test_a_killed_run_resumes_with_the_same_losses(tiny_tokenizer, tmp_path):
 
     def kill(step: int, steps: int, loss: float) -> None:
         if step == 5:
-            raise KeyboardInterrupt
+            raise RestoreKVError("killed")  # which saves nothing
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(RestoreKVError, match="killed"):
         train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "cut", progress=kill)
     train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "cut", resume=True)
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     one, other = ((tmp_path / run / "adapter" / "adapter_model.safetensors").read_bytes() for run in ("whole", "cut"))
     assert one == other
+
+
+@pytest.mark.parametrize(("moment", "taken"), [("loss", [3, 4]), ("update", [4]), ("log", [4]), ("progress", [4])])
+def test_an_interruption_keeps_every_finished_step(tiny_tokenizer, tmp_path, monkeypatch, moment, taken):
+    config, steps, calls = replace(CONFIG, steps=4, checkpoint_every=50), [], []
+    train(build_model("llama"), tiny_tokenizer, EXAMPLES, config, tmp_path / "whole")
+
+    def interrupting(inner):
+        def call(*arguments):
+            calls.append(1)
+            if len(calls) == (6 if moment == "loss" else 3):  # in the third step, whose second context is the sixth
+                signal.raise_signal(signal.SIGINT)
+            return inner(*arguments)
+
+        return call
+
+    def progress(step: int, *_: object) -> None:
+        steps.append(step)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        for name in {"loss": ["sample_loss"], "update": ["update"]}.get(moment, []):
+            patch.setattr(loop, name, interrupting(getattr(loop, name)))
+        if moment == "log":
+            patch.setattr(loop.SummaryWriter, "add_scalar", interrupting(loop.SummaryWriter.add_scalar))
+        own = interrupting(progress) if moment == "progress" else progress
+        train(build_model("llama"), tiny_tokenizer, EXAMPLES, config, tmp_path / "cut", progress=own)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    steps.clear()
+    train(build_model("llama"), tiny_tokenizer, EXAMPLES, config, tmp_path / "cut", True, progress)
+    assert steps == taken, "no finished step is taken again"
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole") and len(losses(tmp_path / "cut")) == 4
+    one, other = ((tmp_path / run / "adapter" / "adapter_model.safetensors").read_bytes() for run in ("whole", "cut"))
+    assert one == other
+
+
+def test_a_second_ctrl_c_ends_at_once(tiny_tokenizer, tmp_path, monkeypatch):
+    def interrupt(*_):
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(checkpoint.tensor_file, "checksum", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run", progress=interrupt)
+    assert not list((tmp_path / "run").glob("*checkpoint*"))
 
 
 def test_a_log_that_lacks_steps_does_not_stop_a_whole_checkpoint(tiny_tokenizer, tmp_path):

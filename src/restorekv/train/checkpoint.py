@@ -3,8 +3,13 @@
 import json
 import os
 import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import FrameType
 
 import torch
 from transformers import PreTrainedModel
@@ -80,6 +85,23 @@ def save(folder: Path, run: Run, step: int) -> None:
         tensors |= {f"optimizer.{index}.{name}": value.cpu() for name, value in state.items()}
     metadata = {"config": run.config.text(), "origin": json.dumps(run.origin), "step": str(step)}
     tensor_file.write(folder / FILE, tensors, metadata)
+
+
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Lets signals that Python handles, such as Ctrl-C, wait for the end of the block, which they would cut in two."""
+    held: list[tuple[int, FrameType | None]] = []
+    numbers = signal.valid_signals() if threading.current_thread() is threading.main_thread() else ()  # others get none
+    handlers = {number: handler for number in numbers if callable(handler := signal.getsignal(number))}
+    try:
+        for number in handlers:
+            signal.signal(number, lambda *what: held.append(what))
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for number, frame in held:
+        handlers[number](number, frame)
 
 
 def restart(folder: Path, run: Run) -> int:

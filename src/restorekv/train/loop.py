@@ -105,17 +105,30 @@ def take_steps(
     progress: Progress,
     group: ProcessGroup,
 ) -> None:
-    """Takes the steps from `start` on, with a checkpoint every so often."""
-    config = run.config
-    with step_log(folder, start, group.rank) as log:
-        for step in range(start, config.steps):
-            begun = time.perf_counter()
-            loss = take_step(run, teachers, step, group)
-            log(step, loss, learning_rate(config, step), time.perf_counter() - begun)
-            progress(step + 1, config.steps, loss)
-            due = (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps
-            if due and group.rank == 0:
-                checkpoint.save(folder, run, step + 1)
+    """Takes the steps from `start` on, with a checkpoint every so often and when it is interrupted.
+
+    An interrupted step leaves nothing: adapter and optimizer change at its very end, all at once.
+    """
+    config, done = run.config, start
+    try:
+        with step_log(folder, start, group.rank) as log:
+            for step in range(start, config.steps):
+                begun = time.perf_counter()
+                loss = add_gradients(run, teachers, step, group)
+                with checkpoint.signals_held():
+                    update(run, step)
+                    log(step, loss, learning_rate(config, step), time.perf_counter() - begun)
+                    done = step + 1
+                progress(done, config.steps, loss)
+                due = done % config.checkpoint_every == 0 or done == config.steps
+                if due and group.rank == 0:
+                    checkpoint.save(folder, run, done)
+    except KeyboardInterrupt:
+        if done > start and group.rank == 0:
+            # A launcher passes a signal on that its processes have had already.
+            with checkpoint.signals_held() if group.size > 1 else nullcontext():
+                checkpoint.save(folder, run, done)
+        raise
 
 
 def first_step(
@@ -136,10 +149,9 @@ def first_step(
     return start
 
 
-def take_step(run: Run, teachers: TeacherCache, step: int, group: ProcessGroup) -> float:
-    """Takes one optimizer step over `config.contexts` contexts of every process; returns the mean loss."""
-    config, optimizer = run.config, run.optimizer
-    parameters = optimizer.param_groups[0]["params"]
+def add_gradients(run: Run, teachers: TeacherCache, step: int, group: ProcessGroup) -> float:
+    """Adds the clipped mean gradient of `config.contexts` contexts of every process; returns the mean loss."""
+    config, parameters = run.config, run.optimizer.param_groups[0]["params"]
     samples = sample_step(config, step, teachers.examples, group.size)[group.rank :: group.size]
     total = 0.0
     for sample in samples:
@@ -156,10 +168,14 @@ def take_step(run: Run, teachers: TeacherCache, step: int, group: ProcessGroup) 
             f"Loss or gradient of step {step} is not finite ({total:g}, {float(norm):g}); lower the learning rate. The "
             "last checkpoint is from before it."
         )
-    optimizer.param_groups[0]["lr"] = learning_rate(config, step)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
     return group.mean(total)
+
+
+def update(run: Run, step: int) -> None:
+    """Takes an optimizer step with the gradients of training step `step`."""
+    run.optimizer.param_groups[0]["lr"] = learning_rate(run.config, step)
+    run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
 
 
 def initial_adapter(model: PreTrainedModel, tokenizer: Tokenizer, config: TrainConfig) -> RestoreAdapter:
