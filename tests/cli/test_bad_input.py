@@ -15,6 +15,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 
+import restorekv.cli.train
 import restorekv.compression.streaming
 import restorekv.train.loop
 from tests.helpers.bad_input import (
@@ -22,6 +23,7 @@ from tests.helpers.bad_input import (
     USAGE,
     files_below,
     flags,
+    old_run,
     train,
 )
 from tests.helpers.cli_world import Result, World, build_world, cli
@@ -127,8 +129,14 @@ def test_interrupted_while_compressing(world, tmp_path, monkeypatch, moment):
     assert not files_below(tmp_path)
 
 
+def test_a_folder_that_holds_a_run_is_refused_before_the_model_is_loaded(world, tmp_path, monkeypatch):
+    command = old_run()(world, tmp_path)
+    monkeypatch.setattr(restorekv.cli.train, "open_model", None)
+    assert_refused(cli(*command), "already holds a run")
+
+
 def test_interrupted_while_training_names_the_way_on(world, tmp_path, monkeypatch):
-    monkeypatch.setattr(restorekv.train.loop, "take_step", interrupt)
+    monkeypatch.setattr(restorekv.train.loop, "add_gradients", interrupt)
     result = cli(*train()(world, tmp_path))
     assert "\nBefore training, loss" in result.err
     error = result.err[result.err.index("error: ") :]

@@ -83,7 +83,7 @@ def run_here(kind: Kind, words: list[str], tmp: Path) -> int:
 
     if kind.signal:  # so that it comes in the middle
         slow = lambda *_, **__: time.sleep(SECONDS)  # noqa: E731
-        compressor.prefill = loop.take_step = slow
+        compressor.prefill = loop.add_gradients = slow
     if kind.around:
         kind.around(tmp)
     for number, name in enumerate(("stdin", "stdout", "stderr")):

@@ -11,13 +11,15 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers import GemmaConfig, GemmaForCausalLM
 
 from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import AdapterError, RestoreKVWarning
+from restorekv.model import attention
 from restorekv.model.prefill import prefill
 from restorekv.restore import adapter_file
 from restorekv.restore.adapter import RestoreAdapter
-from tests.helpers.models import VOCABULARY, build_model
+from tests.helpers.models import SHAPE, VOCABULARY, build_model
 
 FILES = ("adapter_config.json", "adapter_model.safetensors", "restore_embeddings.safetensors")
 
@@ -54,6 +56,21 @@ def test_zero_lora_equals_a_plain_forward_of_the_embeddings(tiny_model):
     for ours, theirs in zip(full.layers, expected.layers, strict=True):
         torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(ours.values, theirs.values, rtol=1e-4, atol=1e-5)
+
+
+def test_new_restore_tokens_are_tokens_as_the_model_reads_them(tiny_model):
+    torch.manual_seed(0)
+    gemma = GemmaForCausalLM(GemmaConfig(**SHAPE, head_dim=16)).eval().requires_grad_(False)  # scales what it looks up
+    attention.install(gemma)
+    for model in (tiny_model, gemma):
+        full = restored(model, RestoreAdapter.create(model, 3, fixed=7))
+        expected = model(torch.cat([ids(30), torch.full((1, 3), 7)], 1)).past_key_values
+        for ours, theirs in zip(full.layers, expected.layers, strict=True):
+            torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(ours.values, theirs.values, rtol=1e-4, atol=1e-5)
+    table, new = tiny_model.get_input_embeddings().weight, RestoreAdapter.create(tiny_model, 4).embeddings
+    assert new.requires_grad and new.is_leaf
+    assert (new[:, None] == table).all(-1).any(-1).all(), "bit for bit where nothing is scaled"
 
 
 def test_lora_changes_the_restore_cache_and_nothing_else(tiny_model):

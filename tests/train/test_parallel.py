@@ -139,6 +139,29 @@ def test_a_run_of_two_processes_resumes(alone, tiny_tokenizer, tmp_path):
     assert difference(tmp_path / "run", alone) < 1e-5
 
 
+@pytest.mark.parametrize("interrupted", [(0, 1), (0,)])
+def test_a_run_of_two_processes_keeps_its_steps_when_it_is_interrupted(alone, tiny_tokenizer, tmp_path, interrupted):
+    config = replace(CONFIG, checkpoint_every=50)
+
+    def job(group):
+        def progress(step: int, *_: object) -> None:
+            if group.rank in interrupted:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        arguments = build_model("qwen3"), tiny_tokenizer, EXAMPLES, config, tmp_path / "run", False, progress
+        try:
+            train(*arguments, group=group)
+        except KeyboardInterrupt:
+            return "interrupted"
+
+    first, second = together(job)
+    assert first == "interrupted" and (second == first or "Another process" in str(second))
+    assert len(rows(tmp_path / "run")) == 1 and (tmp_path / "run" / checkpoint.FILE).exists()
+    assert together(run, tiny_tokenizer, tmp_path / "run", config, False, True) == [1, 1]
+    assert losses(tmp_path / "run") == pytest.approx(losses(alone), rel=1e-5, abs=1e-6)
+    assert difference(tmp_path / "run", alone) < 1e-5
+
+
 def test_who_has_no_gradient_counts_as_zero_and_a_failure_ends_all():
     def job(group):
         parameters = [torch.nn.Parameter(torch.ones(2, 2)) for _ in range(3)]

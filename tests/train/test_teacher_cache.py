@@ -1,7 +1,6 @@
 """What is kept between steps and runs changes no loss, and nothing stale is read."""
 
 import copy
-import csv
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,21 +10,16 @@ import safetensors.torch
 import torch
 from tokenizers import normalizers
 
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.model.load import load_model
 from restorekv.train import teacher_cache as cache_module
 from restorekv.train.examples import bundled_examples
 from restorekv.train.loop import train
 from restorekv.train.teacher_cache import TeacherCache, facts
 from tests.helpers.models import build_model
-from tests.helpers.training import CONFIG, EXAMPLES
+from tests.helpers.training import CONFIG, EXAMPLES, losses
 
 LIVE = replace(CONFIG, keep=0)
-
-
-def losses(folder: Path) -> list[float]:
-    with (folder / "loss.csv").open() as file:
-        return [float(row["loss"]) for row in csv.DictReader(file)]
 
 
 def files(store: Path) -> dict[str, float]:
@@ -141,9 +135,17 @@ def test_entries_that_cannot_be_are_refused_and_older_ones_without_a_checksum_ar
         read()
 
 
-def test_a_full_disk_stops_before_it_is_full(tiny_tokenizer, tmp_path, monkeypatch):
-    usage = shutil.disk_usage(tmp_path)
+def test_a_disk_that_runs_full_ends_the_writing_and_not_the_training(tiny_tokenizer, tmp_path, monkeypatch):
+    model, store = build_model("qwen3"), tmp_path / "store"
+    train(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path / "live")
+    TeacherCache(model, tiny_tokenizer, EXAMPLES, LIVE, store)[0]
+    before, usage, reads = files(store), shutil.disk_usage(tmp_path), []
+    read = cache_module.tensor_file.read
     monkeypatch.setattr(cache_module.shutil, "disk_usage", lambda path: usage._replace(free=cache_module.SPARE))
-    with pytest.raises(RestoreKVError, match="bytes free"):
-        TeacherCache(build_model("qwen3"), tiny_tokenizer, EXAMPLES, LIVE, tmp_path)[0]
-    assert not files(tmp_path)
+    reading = lambda path, *rest: (reads.append(str(path)), read(path, *rest))[1]  # noqa: E731
+    monkeypatch.setattr(cache_module.tensor_file, "read", reading)
+    with pytest.warns(RestoreKVWarning) as told:
+        train(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path / "full", store=store)
+    assert [f"at least {cache_module.SPARE:,} are left" in str(each.message) for each in told] == [True]
+    assert losses(tmp_path / "full") == losses(tmp_path / "live")
+    assert files(store) == before and set(reads) == before.keys()

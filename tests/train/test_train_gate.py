@@ -243,6 +243,17 @@ def test_the_command_makes_a_gate_that_works(folder, tmp_path, kind):
     assert result.code == 0, result
 
 
+def test_a_context_with_a_line_for_each_question_counts_once(folder, tmp_path):
+    """Else the gate would be measured on texts that it was trained on."""
+    rows = [{"context": text, "questions": [question]} for text in TEXTS for question in ("who?", "where?")]
+    (tmp_path / "lines").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "gate.safetensors"
+    result = cli(*command(folder, out, "--data", tmp_path / "lines", "--data", folder / "data", "--count", 3))
+    assert result.code == 0 and "6 of 9 contexts repeat an earlier one" in result.err, result
+    assert gate_file.read(out).card.settings["contexts"] == 3
+    assert len(list((tmp_path / "gate.safetensors.features").iterdir())) == 3
+
+
 MISTAKES = {
     "unknown kind": (["--kind", "kvzap"], "no gate of the kind 'kvzap'.*kvzap-linear"),
     "no tokens": (["--tokens", 0], "tokens must be at least 1"),

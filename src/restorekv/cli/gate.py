@@ -46,7 +46,7 @@ def train(
     folder = features or out.with_name(f"{out.name}.features")
     if folder.exists() and not folder.is_dir():
         raise RestoreKVError(f"{folder} is a file; name a folder with --features.")
-    read = spread([text for name in data if name != "bundled" for text in read_contexts(Path(name))], count)
+    read = spread(read_contexts([Path(name) for name in data if name != "bundled"]), count)
     loaded, tokenizer = open_model(model, dtype, device)
     bundled = bundled_examples(tokenizer, count, config.seed, shortest, longest) if "bundled" in data else []
     texts = [*(example.context for example in bundled), *read]

@@ -18,7 +18,10 @@ from restorekv.train.examples import Example, bundled_examples, read_examples
 from restorekv.train.loop import Progress, train
 from restorekv.train.parallel import own_device, process_group, spread, wants_shards
 
-DATA_HELP = 'bundled, a mixture (restorekv data) or JSON lines {"context", "questions", "answers"}; repeatable.'
+DATA_HELP = (
+    'bundled, a mixture (restorekv data) or JSON lines {"context", "questions"}, with "answers" as drafts of the '
+    "model's own; repeatable."
+)
 
 
 @options.options_of(TrainConfig)
@@ -46,8 +49,7 @@ def run(
     targets = () if settings["targets"] == "none" else tuple(name.strip() for name in settings["targets"].split(","))
     config = TrainConfig(**{**settings, "targets": targets})
     check_lengths(shortest, longest)
-    if out.exists() and not out.is_dir():
-        raise RestoreKVError(f"{out} is a file; give the name of a folder.")
+    checkpoint.check_folders(out, resume, store)
     if store_prefill and store is None:
         raise RestoreKVError("--store-prefill needs a folder; name it with --store.")
     for name in data:

@@ -78,12 +78,12 @@ class RestoreAdapter(nn.Module):
             r=rank, lora_alpha=alpha, target_modules=sorted(targets), lora_dropout=0.0, bias="none",
             task_type="CAUSAL_LM", base_model_name_or_path=hub_name(model_name(model)), inference_mode=True,
         )  # fmt: skip
-        table = model.get_input_embeddings().weight.detach()
+        layer = model.get_input_embeddings()  # itself and not its matrix: Gemma's scales what it looks up
         card = replace(card_for(model, n), embeddings="learned" if fixed is None else "fixed")
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(seed)
-            rows = torch.randint(len(table), (n,)) if fixed is None else torch.full((n,), fixed)
-            return cls(model, config, table[rows.to(table.device)].float().clone(), card)
+            rows = torch.randint(len(layer.weight), (n,)) if fixed is None else torch.full((n,), fixed)
+            return cls(model, config, layer(rows.to(layer.weight.device)), card)
 
     @classmethod
     def from_pretrained(

@@ -2,15 +2,21 @@
 
 import json
 import os
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import FrameType
 
 import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.errors import RestoreKVError, first_sentence, shown
-from restorekv.files import parse_json, read_bytes, replacing
+from restorekv.errors import RestoreKVError, first_sentence, shown, warn
+from restorekv.files import check_target, parse_json, read_bytes, replacing
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train import tensor_file
 from restorekv.train.config import TrainConfig
@@ -20,6 +26,7 @@ from restorekv.train.teacher_cache import facts
 FILE, LOG = "checkpoint.safetensors", "loss.csv"
 FIX = "start again in another folder"
 HEADER = "step,loss,lr,seconds\n"
+ROW = re.compile(r"([0-9]{1,9}),[^,]+,[^,]+,[^,]+")
 
 
 @dataclass(frozen=True)
@@ -32,12 +39,34 @@ class Run:
     origin: dict[str, object]
 
 
-def begin(folder: Path) -> None:
-    """Starts the log of a new run; refuses a folder that holds another run or other files."""
-    if (folder / FILE).exists():
-        raise RestoreKVError(f"{folder} already holds a run; continue it with --resume or choose another folder.")
-    if any(path.name != ".lock" for path in folder.iterdir()) and not (folder / LOG).exists():
+def check_folders(folder: Path, resume: bool = False, store: Path | None = None) -> None:
+    """Refuses places that no run can use, and a folder of other files or of another run; makes and changes nothing."""
+    for place in (folder, store):
+        if place is not None:
+            check_place(place)
+    if folder.exists():
+        check_target(folder / FILE)
+    if os.path.lexists(folder / FILE):
+        if not resume:
+            raise RestoreKVError(f"{folder} already holds a run; continue it with --resume or choose another folder.")
+        return
+    names = {path.name for path in folder.iterdir()} - {".lock"} if folder.exists() else set()
+    if names and (LOG not in names or log_lines(folder / LOG) is None):
         raise RestoreKVError(f"{folder} holds other files and no run; choose an empty or a new folder.")
+
+
+def check_place(folder: Path) -> None:
+    """Refuses what is no folder and what cannot become one."""
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise RestoreKVError(f"{there} is a file; give the name of a folder.")
+    if there != folder:
+        check_target(there / folder.absolute().relative_to(there.absolute()).parts[0])
+
+
+def begin(folder: Path) -> None:
+    """Starts the log of a new run."""
+    check_folders(folder)
     (folder / LOG).write_text(HEADER)
 
 
@@ -56,6 +85,23 @@ def save(folder: Path, run: Run, step: int) -> None:
         tensors |= {f"optimizer.{index}.{name}": value.cpu() for name, value in state.items()}
     metadata = {"config": run.config.text(), "origin": json.dumps(run.origin), "step": str(step)}
     tensor_file.write(folder / FILE, tensors, metadata)
+
+
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Lets signals that Python handles, such as Ctrl-C, wait for the end of the block, which they would cut in two."""
+    held: list[tuple[int, FrameType | None]] = []
+    numbers = signal.valid_signals() if threading.current_thread() is threading.main_thread() else ()  # others get none
+    handlers = {number: handler for number in numbers if callable(handler := signal.getsignal(number))}
+    try:
+        for number in handlers:
+            signal.signal(number, lambda *what: held.append(what))
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for number, frame in held:
+        handlers[number](number, frame)
 
 
 def restart(folder: Path, run: Run) -> int:
@@ -106,13 +152,24 @@ def is_state(run: Run, tensors: dict[str, torch.Tensor], step: int) -> bool:
 
 
 def trim(folder: Path, step: int) -> None:
-    """Drops the log lines of steps that the checkpoint does not hold."""
-    what = f"The log {folder / LOG}"
-    lines = read_bytes(folder / LOG, what).decode(errors="replace").splitlines()
-    if len(lines) <= step or f"{lines[0]}\n" != HEADER:
-        raise RestoreKVError(f"{what} is damaged, it lacks steps that the checkpoint holds; {FIX}.")
-    with replacing(folder / LOG) as path:
-        path.write_text("\n".join(lines[: step + 1]) + "\n")
+    """Drops the log's lines of steps that the checkpoint does not hold; warns of those that the log lacks."""
+    path = folder / LOG
+    lines = log_lines(path)
+    if lines is None:
+        raise RestoreKVError(f"{path} is not the log of a run; move it away, then continue with --resume.")
+    rows = [line for line in lines if (row := ROW.fullmatch(line)) and int(row[1]) < step]
+    if len(rows) < step:
+        warn(f"The log {path} lacks {step - len(rows)} of the {step} steps done; the run goes on without these lines.")
+    with replacing(path) as temporary:
+        temporary.write_text("".join([HEADER, *(f"{row}\n" for row in rows)]))
+
+
+def log_lines(path: Path) -> list[str] | None:
+    """Returns the lines of a run's log, none where there is no file yet, or None for a file of something else."""
+    if not os.path.lexists(path):
+        return []
+    text = read_bytes(path, f"The log {path}").decode(errors="replace")
+    return text.splitlines()[1:] if HEADER.startswith(text[: len(HEADER)]) else None
 
 
 def with_prefix(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

@@ -87,9 +87,13 @@ def read_examples(path: Path, model: PreTrainedModel, tokenizer: Tokenizer) -> l
     return [replace(each, questions=tuple(between + text for text in each.questions)) for each in from_lines(path)]
 
 
-def read_contexts(path: Path) -> list[str]:
-    """Reads the contexts alone of JSON lines or of a mixture, whichever model answered it."""
-    return [each.context for each in (read_mixture(path)[0] if path.is_dir() else from_lines(path))]
+def read_contexts(paths: Sequence[Path]) -> list[str]:
+    """Reads the distinct contexts of JSON lines and mixtures, whichever model answered them; warns of repeated ones."""
+    texts = [each.context for path in paths for each in (read_mixture(path)[0] if path.is_dir() else from_lines(path))]
+    distinct = list(dict.fromkeys(texts))
+    if repeated := len(texts) - len(distinct):
+        warn(f"{repeated} of {len(texts)} contexts repeat an earlier one; each counts once.")
+    return distinct
 
 
 def from_mixture(folder: Path, model: PreTrainedModel, tokenizer: Tokenizer) -> list[Example]:

@@ -79,18 +79,20 @@ def train(
         raise RestoreKVError("There is nothing to train on; give at least one example.")
     if model.dtype == torch.float16:
         raise RestoreKVError("Gradients of long answers vanish in float16; train with --dtype bfloat16 or float32.")
+    checkpoint.check_folders(folder, resume, store)
     model.requires_grad_(False)
     adapter = initial_adapter(model, tokenizer, config)
-    folder.mkdir(parents=True, exist_ok=True)
     parameters = [parameter for parameter in adapter.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=config.lr, betas=(0.9, 0.999), weight_decay=config.weight_decay)
     run = Run(config, adapter, optimizer, checkpoint.origin(model, tokenizer, examples, config, group.size))
     group.assert_same(config.text() + json.dumps(run.origin))
     check_lengths(model, tokenizer, examples, config)
     teachers = TeacherCache(model, tokenizer, examples, config, store, store_prefill)
-    with nullcontext() if group.rank else alone(folder):
-        start = first_step(folder, run, resume, group, notice)
-        take_steps(run, teachers, folder, start, progress, group, notice)
+    start = first_step(folder, run, teachers, resume, group, notice)
+    with nullcontext() if group.rank else alone(folder):  # which makes the folder, after all that may be refused
+        if group.rank == 0:
+            checkpoint.trim(folder, start) if start else checkpoint.begin(folder)
+        take_steps(run, teachers, folder, start, progress, group)
         finish(adapter, teachers, folder, group)
     return adapter
 
@@ -102,39 +104,54 @@ def take_steps(
     start: int,
     progress: Progress,
     group: ProcessGroup,
-    notice: Callable[[str], None],
 ) -> None:
-    """Takes the steps from `start` on, with a checkpoint every so often; `notice` gets the figures before them."""
-    config = run.config
-    sample = sample_step(config, start, teachers.examples, group.size)[group.rank]
-    with group.join_uneven(teachers.model):
-        notice(str(check(run.adapter, teachers, sample)))
-    with step_log(folder, start, group.rank) as log:
-        for step in range(start, config.steps):
-            begun = time.perf_counter()
-            loss = take_step(run, teachers, step, group)
-            log(step, loss, learning_rate(config, step), time.perf_counter() - begun)
-            progress(step + 1, config.steps, loss)
-            due = (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps
-            if due and group.rank == 0:
-                checkpoint.save(folder, run, step + 1)
+    """Takes the steps from `start` on, with a checkpoint every so often and when it is interrupted.
+
+    An interrupted step leaves nothing: adapter and optimizer change at its very end, all at once.
+    """
+    config, done = run.config, start
+    try:
+        with step_log(folder, start, group.rank) as log:
+            for step in range(start, config.steps):
+                begun = time.perf_counter()
+                loss = add_gradients(run, teachers, step, group)
+                with checkpoint.signals_held():
+                    update(run, step)
+                    log(step, loss, learning_rate(config, step), time.perf_counter() - begun)
+                    done = step + 1
+                progress(done, config.steps, loss)
+                due = done % config.checkpoint_every == 0 or done == config.steps
+                if due and group.rank == 0:
+                    checkpoint.save(folder, run, done)
+    except KeyboardInterrupt:
+        if done > start and group.rank == 0:
+            # A launcher passes a signal on that its processes have had already.
+            with checkpoint.signals_held() if group.size > 1 else nullcontext():
+                checkpoint.save(folder, run, done)
+        raise
 
 
-def first_step(folder: Path, run: Run, resume: bool, group: ProcessGroup, notice: Callable[[str], None]) -> int:
-    """Returns the step to begin with and shortens the log to the steps before it."""
+def first_step(
+    folder: Path,
+    run: Run,
+    teachers: TeacherCache,
+    resume: bool,
+    group: ProcessGroup,
+    notice: Callable[[str], None],
+) -> int:
+    """Returns the step to begin with, at which the setup is checked; changes no file but the store's."""
     start = checkpoint.restart(folder, run) if resume else 0
     if resume and not start:
         notice(f"There is no checkpoint in {folder}; starting from the beginning.")
-    group.wait()
-    if group.rank == 0:
-        checkpoint.trim(folder, start) if start else checkpoint.begin(folder)
+    sample = sample_step(run.config, start, teachers.examples, group.size)[group.rank]
+    with group.join_uneven(teachers.model):
+        notice(str(check(run.adapter, teachers, sample)))
     return start
 
 
-def take_step(run: Run, teachers: TeacherCache, step: int, group: ProcessGroup) -> float:
-    """Takes one optimizer step over `config.contexts` contexts of every process; returns the mean loss."""
-    config, optimizer = run.config, run.optimizer
-    parameters = optimizer.param_groups[0]["params"]
+def add_gradients(run: Run, teachers: TeacherCache, step: int, group: ProcessGroup) -> float:
+    """Adds the clipped mean gradient of `config.contexts` contexts of every process; returns the mean loss."""
+    config, parameters = run.config, run.optimizer.param_groups[0]["params"]
     samples = sample_step(config, step, teachers.examples, group.size)[group.rank :: group.size]
     total = 0.0
     for sample in samples:
@@ -151,10 +168,14 @@ def take_step(run: Run, teachers: TeacherCache, step: int, group: ProcessGroup) 
             f"Loss or gradient of step {step} is not finite ({total:g}, {float(norm):g}); lower the learning rate. The "
             "last checkpoint is from before it."
         )
-    optimizer.param_groups[0]["lr"] = learning_rate(config, step)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
     return group.mean(total)
+
+
+def update(run: Run, step: int) -> None:
+    """Takes an optimizer step with the gradients of training step `step`."""
+    run.optimizer.param_groups[0]["lr"] = learning_rate(run.config, step)
+    run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
 
 
 def initial_adapter(model: PreTrainedModel, tokenizer: Tokenizer, config: TrainConfig) -> RestoreAdapter:
@@ -167,11 +188,12 @@ def initial_adapter(model: PreTrainedModel, tokenizer: Tokenizer, config: TrainC
         )  # fmt: skip
     adapter = RestoreAdapter.from_pretrained(model, config.init)
     shape = {"restore_tokens": adapter.restore_tokens, "rank": adapter.config.r, "alpha": adapter.config.lora_alpha}
+    shape["embeddings"] = adapter.card.embeddings
     for name, value in shape.items():
         if value != getattr(config, name):
             raise AdapterError(
-                f"The adapter {config.init} has {name} {value:g}, the settings {getattr(config, name):g}; "
-                f"train with --{name.replace('_', '-')} {value:g}."
+                f"The adapter {config.init} has {name} {value}, the settings {getattr(config, name)}; "
+                f"train with --{name.replace('_', '-')} {value}."
             )
     if set(adapter.config.target_modules or ()) != set(config.targets):
         raise AdapterError(f"The adapter {config.init} has LoRA on other layers than --targets; name the same ones.")
@@ -182,11 +204,10 @@ def finish(adapter: RestoreAdapter, teachers: TeacherCache, folder: Path, group:
     """Saves the adapter with what it was trained with, which includes the data of the adapter it started from."""
     config, before = teachers.config, adapter.card
     own = sources(teachers.examples)
-    known = {row["source"] for row in own} - {None}  # an adapter that is trained further on its own data names it once
     inherited = [
-        row | {"source": f"{row.get('source')}, through the adapter it began with"}
+        row | {"source": f"{row.get('source') or 'unnamed data'}, through the adapter it began with"}
         for row in before.data or []
-        if row.get("source") not in known
+        if row.get("source") is None or row not in own  # the very same data, trained on again, is named once
     ]
     adapter.describe(
         evictor=teachers.eviction.identity(teachers.model),

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.compression.generate import stop_ids
 from restorekv.compression.prepared import ScoredContext
 from restorekv.data.manifest import tokenizer_hash
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, warn
 from restorekv.model import attention
 from restorekv.model.load import model_fingerprint, rope_fingerprint
 from restorekv.model.prefill import prefill
@@ -43,10 +43,11 @@ Check = Callable[[Tensors], bool]
 
 @dataclass
 class Store:
-    """A folder of entries; `facts` is what every entry depends on."""
+    """A folder of entries; `facts` is what every entry depends on. Once its disk is `full`, it is only read."""
 
     folder: Path
     facts: dict[str, object] = field(default_factory=dict)
+    full: bool = False
 
     def path(self, part: str, key: dict[str, object]) -> Path:
         text = json.dumps({"version": VERSION, **self.facts, **key}, sort_keys=True)
@@ -66,15 +67,18 @@ class Store:
         return tensors
 
     def write(self, path: Path, tensors: Tensors) -> None:
-        """Writes an entry; refuses when the disk is nearly full."""
+        """Writes an entry unless the disk is nearly full, which it warns of once."""
+        if self.full:
+            return
         tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             size, free = sum(value.nbytes for value in tensors.values()), shutil.disk_usage(path.parent).free
-            if size + SPARE > free:
-                raise RestoreKVError(
-                    f"{self.folder} has {free:,} bytes free and the next cached file takes {size:,}; "
-                    "choose another place."
+            self.full = size + SPARE > free
+            if self.full:
+                return warn(
+                    f"{self.folder} has {free:,} bytes free and at least {SPARE:,} are left to others; the run "
+                    f"goes on and writes nothing more there (the next file takes {size:,})."
                 )
             tensor_file.write(path, tensors, {"format": "pt"})
         except OSError as error:

@@ -1,0 +1,123 @@
+"""Runs that end early lose no finished step, and folders that are not theirs stay as they are."""
+
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from restorekv.errors import RestoreKVError, RestoreKVWarning
+from restorekv.train import checkpoint, loop
+from restorekv.train.loop import train
+from tests.helpers.models import build_model
+from tests.helpers.training import CONFIG, EXAMPLES, losses
+
+
+def test_a_killed_run_resumes_with_the_same_losses(tiny_tokenizer, tmp_path):
+    train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "whole")
+
+    def kill(step: int, steps: int, loss: float) -> None:
+        if step == 5:
+            raise RestoreKVError("killed")  # which saves nothing
+
+    with pytest.raises(RestoreKVError, match="killed"):
+        train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "cut", progress=kill)
+    train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "cut", resume=True)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    one, other = ((tmp_path / run / "adapter" / "adapter_model.safetensors").read_bytes() for run in ("whole", "cut"))
+    assert one == other
+
+
+@pytest.mark.parametrize(("moment", "taken"), [("loss", [3, 4]), ("update", [4]), ("log", [4]), ("progress", [4])])
+def test_an_interruption_keeps_every_finished_step(tiny_tokenizer, tmp_path, monkeypatch, moment, taken):
+    config, steps, calls = replace(CONFIG, steps=4, checkpoint_every=50), [], []
+    train(build_model("llama"), tiny_tokenizer, EXAMPLES, config, tmp_path / "whole")
+
+    def interrupting(inner):
+        def call(*arguments):
+            calls.append(1)
+            if len(calls) == (6 if moment == "loss" else 3):  # in the third step, whose second context is the sixth
+                signal.raise_signal(signal.SIGINT)
+            return inner(*arguments)
+
+        return call
+
+    def progress(step: int, *_: object) -> None:
+        steps.append(step)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        for name in {"loss": ["sample_loss"], "update": ["update"]}.get(moment, []):
+            patch.setattr(loop, name, interrupting(getattr(loop, name)))
+        if moment == "log":
+            patch.setattr(loop.SummaryWriter, "add_scalar", interrupting(loop.SummaryWriter.add_scalar))
+        own = interrupting(progress) if moment == "progress" else progress
+        train(build_model("llama"), tiny_tokenizer, EXAMPLES, config, tmp_path / "cut", progress=own)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    steps.clear()
+    train(build_model("llama"), tiny_tokenizer, EXAMPLES, config, tmp_path / "cut", True, progress)
+    assert steps == taken, "no finished step is taken again"
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole") and len(losses(tmp_path / "cut")) == 4
+    one, other = ((tmp_path / run / "adapter" / "adapter_model.safetensors").read_bytes() for run in ("whole", "cut"))
+    assert one == other
+
+
+def test_a_second_ctrl_c_ends_at_once(tiny_tokenizer, tmp_path, monkeypatch):
+    def interrupt(*_):
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(checkpoint.tensor_file, "checksum", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run", progress=interrupt)
+    assert not list((tmp_path / "run").glob("*checkpoint*"))
+
+
+def test_a_log_that_lacks_steps_does_not_stop_a_whole_checkpoint(tiny_tokenizer, tmp_path):
+    config, run = replace(CONFIG, steps=4, contexts=1), tmp_path / "run"
+    train(build_model("llama"), tiny_tokenizer, EXAMPLES, config, run)
+    log = run / "loss.csv"
+    header, *rows = log.read_text().splitlines(keepends=True)
+    cases = {
+        "": [],
+        header: [],
+        "".join([header, *rows[:2], rows[2][:-20]]): rows[:2],
+        header + "".join(rows[1:]): rows[1:],
+    }
+    for text, left in [(None, []), *cases.items()]:
+        log.unlink() if text is None else log.write_text(text)
+        with pytest.warns(RestoreKVWarning, match=f"loss.csv lacks {4 - len(left)} of the 4 steps"):
+            train(build_model("llama"), tiny_tokenizer, EXAMPLES, config, run, resume=True)
+        assert [line.split(",")[0] for line in log.read_text().splitlines()[1:]] == [row.split(",")[0] for row in left]
+    log.write_text("epoch,val\n1,0.5\n")
+    with pytest.raises(RestoreKVError, match=r"loss\.csv is not the log of a run; move it away"):
+        train(build_model("llama"), tiny_tokenizer, EXAMPLES, config, run, resume=True)
+    assert log.read_text() == "epoch,val\n1,0.5\n"
+
+
+def test_another_run_is_neither_overwritten_nor_continued(tiny_tokenizer, tmp_path, monkeypatch):
+    model = build_model("llama")
+    train(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
+    monkeypatch.setattr(checkpoint, "origin", None)  # known before the data are hashed
+    with pytest.raises(RestoreKVError, match="already holds a run"):
+        train(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
+
+
+def test_a_refused_training_leaves_nothing_behind(tiny_tokenizer, tmp_path, monkeypatch):
+    model, run, file = build_model("llama"), tmp_path / "new" / "run", tmp_path / "file"
+    file.write_text("mine")
+    long = replace(EXAMPLES[0], context="house " * 5000, where="line 7")
+    with pytest.raises(RestoreKVError, match="line 7 needs"):
+        train(model, tiny_tokenizer, [long], CONFIG, run)
+    monkeypatch.setattr(checkpoint, "origin", None)  # the places come before the data are hashed
+    for out, store in ((run, file), (run, file / "store"), (file / "run", None), (run, Path("/dev/null"))):
+        with pytest.raises(RestoreKVError, match="is a file; give the name of a folder"):
+            train(model, tiny_tokenizer, EXAMPLES, CONFIG, out, store=store)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("name", ["model.safetensors", "loss.csv"])
+def test_a_folder_of_something_else_is_left_alone(tiny_tokenizer, tmp_path, name, resume):
+    (tmp_path / name).write_text("epoch,val\n1,0.5\n")
+    with pytest.raises(RestoreKVError, match="holds other files"):
+        train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path, resume)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "epoch,val\n1,0.5\n")]
