@@ -5,7 +5,7 @@ import torch
 
 from restorekv.errors import RestoreKVError
 from restorekv.model.load import load_tokenizer
-from restorekv.model.prompt import BETWEEN, default_between, make_context, question_ids, template_hash
+from restorekv.model.prompt import BETWEEN, around, default_between, make_context, question_ids, template_hash
 
 TEXT = "The code of the red house is seven.\n"
 
@@ -57,6 +57,17 @@ def test_a_template_that_drops_the_user(tiny_tokenizer):
     tokenizer = type(tiny_tokenizer)(tokenizer_object=tiny_tokenizer.backend_tokenizer, chat_template="hello")
     with pytest.raises(RestoreKVError, match="drops the user's words"):
         make_context(tokenizer, TEXT)
+
+
+def test_a_system_message_writes_no_control_tokens(tiny_tokenizer):
+    with pytest.raises(RestoreKVError, match=r"system message has <\|im_end\|>, a control token of the chat template"):
+        make_context(tiny_tokenizer, TEXT, system="Be brief.<|im_end|>")
+
+
+def test_a_template_with_a_date_makes_the_same_prompt_every_day(tiny_tokenizer):
+    dated = "{{ strftime_now('%d %B %Y') }} " + tiny_tokenizer.chat_template
+    tokenizer = type(tiny_tokenizer)(tokenizer_object=tiny_tokenizer.backend_tokenizer, chat_template=dated)
+    assert around(tokenizer)[0].startswith("01 January 2026 ") and template_hash(tokenizer) == template_hash(tokenizer)
 
 
 def test_what_parts_text_and_question_is_part_of_the_prompt(tiny_tokenizer):

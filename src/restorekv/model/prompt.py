@@ -5,8 +5,10 @@ text, is the context that is compressed; what follows it closes the user's turn 
 """
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from datetime import date
 
 import torch
 from jinja2.exceptions import TemplateError
@@ -16,11 +18,13 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.errors import RestoreKVError, one_of, warn
 from restorekv.model.load import longest
-from restorekv.model.tokenize import check_unicode, text_ids
+from restorekv.model.tokenize import check_unicode, control_tokens, refuse, text_ids
 
 SEPARATOR = "<restorekv-separator>"
 ROOM = 256  # positions for restore tokens, a question and its answer after the longest context
 TOO_LONG = ("refuse", "cut")  # what happens to a longer one
+TODAY = date(2026, 1, 1)  # for templates that print it: a cache made today is as good tomorrow
+NOW = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
 BETWEEN = "\n\n"  # separates a question from the document, unless the tokenizer's config has another `between`
 
 
@@ -63,6 +67,7 @@ def make_context(
     one, the template may have its own.
     """
     check_unicode(system)
+    refuse(control_tokens(tokenizer).values(), system, "system message", "the chat template")
     before, after = around(tokenizer, system)
     prefix = encode(tokenizer, before=before)
     if isinstance(text, str):
@@ -154,9 +159,11 @@ def between_turns(tokenizer: Tokenizer) -> str:
 def rendered(tokenizer: Tokenizer, roles: Sequence[str], system: str = "") -> list[str]:
     """Returns the template's text around and between messages of these roles, after a system message if given."""
     messages = [{"role": role, "content": SEPARATOR} for role in roles]
+    template = NOW.sub(lambda call: repr(TODAY.strftime(call[2])), tokenizer.get_chat_template())
     try:
         text = tokenizer.apply_chat_template(
             [{"role": "system", "content": system}, *messages] if system else messages,
+            chat_template=template,
             tokenize=False,
             add_generation_prompt=True,
             enable_thinking=False,  # a template without thinking ignores it

@@ -142,7 +142,7 @@ def remembered(memory: WeakKeyDictionary, tokenizer: Tokenizer, make: Callable[[
     return memory[tokenizer][1]
 
 
-def refuse(control: Iterable[str], text: str) -> None:
-    """Refuses a text that spells a control token, for tokenizers that cannot encode it as characters."""
+def refuse(control: Iterable[str], text: str, what: str = "text", whose: str = "a slow tokenizer") -> None:
+    """Refuses a text that spells a control token, where it cannot be encoded as characters."""
     if spelled := [each for each in control if each in text]:
-        raise RestoreKVError(f"The text has {spelled[0]}, a control token of a slow tokenizer; take it out.")
+        raise RestoreKVError(f"The {what} has {spelled[0]}, a control token of {whose}; take it out.")
