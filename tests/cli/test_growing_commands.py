@@ -1,6 +1,11 @@
 """`chat`, `append`, `compose` and the sampling flags of `ask` do what the library does."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -47,6 +52,35 @@ def test_chat_refuses_with_a_sentence(world, words, message):
     words = [world.text if word == "text" else word for word in words]
     result = cli("chat", world.cache, "--model", world.model, *words, stdin=b"hi")
     assert result.code == 1 and result.err.startswith("error:") and message in result.err and result.out == ""
+
+
+SLOW = """
+import sys, time, restorekv.cli as cli, restorekv.compression.chat as chat
+chat.pieces = lambda *_: (print("answering", flush=True), time.sleep(600))
+cli.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("moment, ending, code", [("answering", signal.SIGTERM, 143), (">", signal.SIGHUP, 129)])
+def test_a_signal_ends_a_chat(world, moment, ending, code):
+    """Both while it answers a piped question and while it waits for one on a terminal."""
+    command = [sys.executable, "-c", SLOW, "chat", world.cache, "--model", world.model]
+    terminal, typed = os.openpty()
+    stdin = subprocess.PIPE if moment == "answering" else typed
+    with subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        if process.stdin:
+            process.stdin.write(b"who?\nand who else?\n")
+            process.stdin.flush()
+        assert process.stdout.read(len(moment)) == moment.encode()
+        time.sleep(0.5)  # a signal between the prompt and the system's call to read would wait for what is typed
+        process.send_signal(ending)
+        try:
+            _, told = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    os.close(terminal)
+    os.close(typed)
+    assert process.returncode == code and b"error: Interrupted" in told
 
 
 def test_append_and_compose_write_what_the_library_makes(world, document, tmp_path):

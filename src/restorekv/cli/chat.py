@@ -3,8 +3,8 @@
 import os
 import sys
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +13,7 @@ import typer
 from rich.markup import escape
 
 from restorekv.cli import options
+from restorekv.cli.errors import RECEIVED, report_error
 from restorekv.cli.session import notes, open_documents, output
 from restorekv.compression.chat import Chat
 from restorekv.compression.context import size
@@ -61,15 +62,26 @@ def talk(chat: Chat, max_new_tokens: int, decoding: dict, key: bytes | None) -> 
     notes.print(f"{m.tokens:,} tokens in {size(m.bytes_held)}, of {size(m.bytes_full)}. /help lists the commands.")
     for line in lines():
         line = line.strip()
-        try:
+        if line.split()[:1] in (["/quit"], ["/exit"]):
+            return
+        with going_on("(broken off; the conversation is as it was before)"):
             if line.startswith("/"):
-                if line.split()[0] in ("/quit", "/exit"):
-                    return
                 command(chat, line, key)
             elif line:
                 answer(chat, line, max_new_tokens, decoding)
-        except RestoreKVError as error:
-            notes.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def going_on(after_ctrl_c: str) -> Iterator[None]:
+    """Says why the block failed, or that Ctrl-C broke it off, and goes on; other signals end the command."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if RECEIVED:
+            raise
+        print(f"\n{after_ctrl_c}")
+    except (RestoreKVError, MemoryError, RuntimeError) as error:
+        report_error(error)
 
 
 def lines() -> Iterable[str]:
@@ -80,24 +92,19 @@ def lines() -> Iterable[str]:
     with suppress(ImportError):
         import_module("readline")  # gives input() a history and editing
     while True:
-        try:
-            yield input("> ")
-        except EOFError:
-            print()
-            return
-        except KeyboardInterrupt:
-            print("\n(Ctrl-D or /quit leaves)")
+        with going_on("(Ctrl-D or /quit leaves)"):
+            try:
+                yield input("> ")
+            except EOFError:
+                print()
+                return
 
 
 def answer(chat: Chat, question: str, max_new_tokens: int, decoding: dict) -> None:
-    """Prints an answer while it grows, and what the turn cost; Ctrl-C breaks it off."""
+    """Prints an answer while it grows, and what the turn cost."""
     start = time.perf_counter()
-    try:
-        for piece in chat.ask(question, max_new_tokens, stream=True, **decoding):
-            print(piece, end="", flush=True)
-    except KeyboardInterrupt:
-        print("\n(broken off: this turn has not happened)")
-        return
+    for piece in chat.ask(question, max_new_tokens, stream=True, **decoding):
+        print(piece, end="", flush=True)
     print()
     turn, seconds = chat.turns[-1], time.perf_counter() - start
     notes.print(
