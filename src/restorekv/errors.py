@@ -4,6 +4,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 class RestoreKVError(ValueError):
@@ -47,6 +48,16 @@ def raised_as(kind: type[RestoreKVError]) -> Iterator[None]:
         yield
     except RestoreKVError as error:
         raise kind(str(error)) from error
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises an OSError of the block as a RestoreKVError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        why = f"Cannot write {path}: {error.strerror or first_sentence(error)}"
+        raise RestoreKVError(f"{why}; free some space or choose another place or name.") from error
 
 
 INSIDE = ("restorekv", "torch", "contextlib")  # torch's decorators stand between the package's own calls

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import safetensors.torch
 from torch import Tensor
 
-from restorekv.errors import RestoreKVError, first_sentence
+from restorekv.errors import RestoreKVError, first_sentence, writing
 
 HOST = re.sub(r"[^0-9A-Za-z]", "", platform.node()) or "here"  # several machines may write to one disk
 NUMBERS = itertools.count()  # several threads may write to one path
@@ -40,11 +40,9 @@ def check_target(path: Path) -> None:
     if not os.access(path.parent, os.W_OK):
         raise RestoreKVError(f"The folder {path.parent} is not writable; choose another or change its permissions.")
     probe = own_name(path)
-    try:
+    with writing(path):
         probe.touch(exist_ok=False)  # only trying tells what the disk allows, and how long a name it takes
         probe.unlink()
-    except OSError as error:
-        raise RestoreKVError(f"Cannot write {path}: {error.strerror}; choose another place or name.") from error
 
 
 @contextmanager
@@ -129,7 +127,7 @@ def alive(process: int) -> bool:
 
 def write_json(path: Path, content: object) -> None:
     """Writes indented UTF-8 JSON."""
-    with replacing(path) as temporary:
+    with writing(path), replacing(path) as temporary:
         temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", "utf-8", "backslashreplace")
 
 

@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, writing
 from restorekv.files import read_bytes, replacing
 
 BLANK, BLANK_SIGNATURE = "0" * 64, "f" * 64
@@ -54,14 +54,10 @@ def ordered(header: bytes) -> bytes:
 def write(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str], key: bytes | None = None) -> None:
     """Writes a sealed file that outlives a power cut; on any failure, Ctrl-C included, the old one stays."""
     payload = sealed(tensors, metadata, key)
-    try:
-        with replacing(path) as temporary, temporary.open("wb") as file:
-            file.write(payload)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        why = f"Cannot write {path}: {error.strerror}"
-        raise RestoreKVError(f"{why}; free some space or choose another place.") from error
+    with writing(path), replacing(path) as temporary, temporary.open("wb") as file:
+        file.write(payload)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def check_seal(raw: bytes, metadata: Mapping[str, str], what: str, key: bytes | None = None) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from restorekv import CompressedContext, compose
+from restorekv import Chat, CompressedContext, compose
 from restorekv.model.load import load_model
 from tests.helpers.cli_world import QUESTION, World, build_world, cli
 
@@ -52,6 +53,32 @@ def test_chat_refuses_with_a_sentence(world, words, message):
     words = [world.text if word == "text" else word for word in words]
     result = cli("chat", world.cache, "--model", world.model, *words, stdin=b"hi")
     assert result.code == 1 and result.err.startswith("error:") and message in result.err and result.out == ""
+
+
+def test_a_conversation_goes_on_after_what_fails(world, tmp_path, monkeypatch):
+    """A full disk, Ctrl-C in a long command, too little memory and a question that is not UTF-8 lose no turn."""
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    def exhausted(*_, **__):
+        raise RuntimeError("DefaultCPUAllocator: not enough memory")
+
+    monkeypatch.setattr(Chat, "fold", interrupt)
+    monkeypatch.setattr(Chat, "undo", exhausted)
+    lines = [QUESTION.encode(), f"/save {tmp_path / 'c.json'}".encode(), b"/fold", b"/undo"]
+    lines += [b"caf\xe9?", b"/history"]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+    try:
+        options = ("--model", world.model, "--max-new-tokens", 4)
+        result = cli("chat", world.cache, *options, stdin=b"\n".join(lines))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert result.code == 0 and "broken off" in result.out and f"user: {QUESTION}\n" in result.out
+    assert "caf" not in result.out and not list(tmp_path.iterdir())
+    for part in (f"error: Cannot write {tmp_path / 'c.json'}: File too large", "not enough memory", "not Unicode"):
+        assert part in result.err
 
 
 SLOW = """

@@ -58,6 +58,7 @@ def talk(chat: Chat, max_new_tokens: int, decoding: dict, key: bytes | None) -> 
     """Reads questions and commands until the input ends; `key` signs the documents that /save writes."""
     if sys.stdin is None:
         raise RestoreKVError("The standard input is closed; type questions or pipe them in, one a line.")
+    sys.stdin.reconfigure(errors="surrogateescape")  # so that a line that is not UTF-8 is refused by itself
     m = chat.document.manifest
     notes.print(f"{m.tokens:,} tokens in {size(m.bytes_held)}, of {size(m.bytes_full)}. /help lists the commands.")
     for line in lines():

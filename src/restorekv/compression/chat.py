@@ -214,8 +214,9 @@ class Chat:
                 return
             opening = encode(self.document.tokenizer, before=between_turns(self.document.tokenizer))
             ids = torch.tensor([[*self.ids(), *self.after_answer(opening)]])
-            self.document = self.document.grown(ids, between="", **options)
-            self.cache, self.folded = self.document.cache.fork(), len(self.turns)
+            document = self.document.grown(ids, between="", **options)
+            cache = document.cache.fork()  # before anything changes, since Ctrl-C may come
+            self.document, self.cache, self.folded = document, cache, len(self.turns)
 
     def save(self, path: str | Path) -> None:
         """Writes the turns as JSON, all or nothing; `load` reads them once more over the same document."""
