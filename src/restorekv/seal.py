@@ -29,7 +29,7 @@ def sealed(tensors: dict[str, Tensor], metadata: Mapping[str, str], key: bytes |
 
     Without a key, RESTOREKV_KEY is the key, if it is set; so in `check_seal`.
     """
-    key = key or read_key()
+    key = chosen_key(key)
     blanks = {"checksum": BLANK, **({SIGNATURE: BLANK_SIGNATURE} if key else {})}
     payload = safetensors.torch.save(tensors, {**metadata, **blanks})
     end = 8 + int.from_bytes(payload[:8], "little")
@@ -71,7 +71,7 @@ def check_seal(raw: bytes, metadata: Mapping[str, str], what: str, key: bytes | 
     digest.update(memoryview(raw)[end:])
     if digest.hexdigest() != checksum:
         raise RestoreKVError(f"{what} is damaged, its checksum does not match; fetch or make it again.")
-    if key := key or read_key():
+    if key := chosen_key(key):
         compare(signature(key, metadata["format"], checksum), signed, what)
 
 
@@ -120,7 +120,18 @@ def read_key(path: Path | None = None) -> bytes | None:
     if path is None and "RESTOREKV_KEY" not in os.environ:
         return None
     key = read_bytes(path, str(path)) if path else os.environ["RESTOREKV_KEY"].encode()
-    if len(key.strip()) < SHORTEST_KEY:
-        source = path or "RESTOREKV_KEY"
-        raise RestoreKVError(f"The key in {source} has fewer than {SHORTEST_KEY} bytes; make one with openssl rand.")
-    return key.strip()
+    return check_key(key.strip(), f"The key in {path or 'RESTOREKV_KEY'}")
+
+
+def check_key(key: object, what: str) -> bytes:
+    """Returns a key; refuses what is no bytes and what is too short."""
+    if not isinstance(key, bytes):
+        raise RestoreKVError(f"{what} is of bytes, not {type(key).__name__}; encode it, or read it from a file.")
+    if len(key) < SHORTEST_KEY:
+        raise RestoreKVError(f"{what} has fewer than {SHORTEST_KEY} bytes; make one with openssl rand.")
+    return key
+
+
+def chosen_key(key: bytes | None) -> bytes | None:
+    """Returns the key that was given or, for None, the one in RESTOREKV_KEY, if there is one."""
+    return read_key() if key is None else check_key(key, "The key")

@@ -10,18 +10,12 @@ import torch
 from restorekv import Chat, CompressedContext, compress
 from restorekv.compression.generate import stop_ids
 from restorekv.errors import CacheFileError, RestoreKVError
-from tests.helpers.compressing import QUESTIONS, TEXT, make_adapter
-from tests.helpers.models import build_model
-
-
-def small_of(tokenizer, family="qwen3", **options):
-    model = build_model(family)
-    return compress(model, tokenizer, TEXT, **{"ratio": 0.4, "adapter": make_adapter(model), **options})
+from tests.helpers.compressing import QUESTIONS, TEXT, make_small
 
 
 @pytest.fixture
 def small(tiny_tokenizer):
-    return small_of(tiny_tokenizer)
+    return make_small(tiny_tokenizer)
 
 
 def tail_ids(chat):
@@ -32,7 +26,7 @@ def tail_ids(chat):
 @pytest.mark.parametrize("system", ["", "Be brief."])
 def test_the_whole_conversation_is_what_the_template_makes_of_it(tiny_tokenizer, family, system):
     """Ids and greedy answers are those of the whole conversation, read at once over the same cache."""
-    small = small_of(tiny_tokenizer, family, system=system, between="\n\n")
+    small = make_small(tiny_tokenizer, family, system=system, between="\n\n")
     chat = small.chat()
     for number, question in enumerate(QUESTIONS):
         answer = chat.ask(question, 8)
@@ -129,7 +123,7 @@ def test_foreign_and_damaged_conversations_are_refused(small, tiny_tokenizer, tm
     chat.ask(QUESTIONS[0], 4)
     chat.save(path)
     with pytest.raises(CacheFileError, match="another document"):
-        Chat.load(path, small_of(tiny_tokenizer, ratio=0.5))
+        Chat.load(path, make_small(tiny_tokenizer, ratio=0.5))
     content = json.loads(path.read_text())
     for change in (
         {"format": "x"}, {"turns": 3}, {"turns": [{}]}, {"system": None},
@@ -170,6 +164,7 @@ def test_options_and_limits(small):
         ({"samples": 2}, "one answer"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"top": 1}, "top"),
+        ({"stream": True, "details": True}, "leave out stream or details"),
     ):
         with pytest.raises(RestoreKVError, match=match):
             chat.ask("Who?", **wrong)

@@ -39,6 +39,13 @@ class Answer:
         return self.text
 
 
+def listed(question: str | Sequence[str]) -> list[str]:
+    """Returns one question, or a list of them, as a list."""
+    if not isinstance(question, str | list | tuple):
+        raise RestoreKVError(f"A question is text, or a list of texts, not {type(question).__name__}.")
+    return [question] if isinstance(question, str) else list(question)
+
+
 def ask(
     model: PreTrainedModel, tokenizer: Tokenizer, context: Context, cache: RaggedCache, questions: Sequence[str],
     max_new_tokens: int | Sequence[int] = 128, answer_prefix: str = "", graph: bool = False,

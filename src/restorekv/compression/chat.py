@@ -7,8 +7,6 @@ turns afterwards, such as dropping their thoughts, stays.
 
 from __future__ import annotations
 
-import asyncio
-import copy
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import torch
 from torch import Tensor
@@ -30,13 +28,13 @@ from restorekv.compression.sampling import Decoding, DecodingOptions, Row, first
 from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.files import has_type, read_json, write_json
 from restorekv.model.prefill import prefill
-from restorekv.model.prompt import Context, between_turns, check_question, encode, tell_beyond
+from restorekv.model.prompt import Context, between_turns, check_question, encode, system_text, tell_beyond
 
 if TYPE_CHECKING:
     from restorekv.compression.context import CompressedContext
 
 FORMAT, VERSION = "restorekv-chat", 1
-SAVED = {"question": str, "answer": str, "read": list[int], "written": list[int]}
+SAVED = {"question": str, "answer": str, "read": list[int], "written": list[int], "finish": Literal["stop", "length"]}
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,15 @@ class Chat:
     folded: int = 0  # turns that are part of the document by now
 
     def __post_init__(self) -> None:
+        self.system = system_text(self.system)
         self.cache, self.running = self.document.cache.fork(), threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self.alone():
+            return {name: value for name, value in vars(self).items() if name != "running"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, running=threading.Lock())
 
     def ask(
         self, question: str, max_new_tokens: int = 512, stream: bool = False, details: bool = False,
@@ -74,6 +80,8 @@ class Chat:
         by leaving the iterator, has not happened. Only one turn can be written at a time.
         """
         decoding, document = Decoding.make(**options), self.document
+        if stream and details:
+            raise RestoreKVError("Only the text of an answer can be streamed; leave out stream or details.")
         if decoding.samples > 1:
             raise RestoreKVError("A conversation has one answer to a question; fork it for several.")
         (limit,) = generate.limits_of([max_new_tokens], 1)
@@ -89,10 +97,10 @@ class Chat:
         return said if details else said.text
 
     async def ask_async(self, question: str, max_new_tokens: int = 512, **options: Any) -> str | Answer:
-        """Answers as `ask` does while other tasks of the event loop go on."""
+        """Answers as `ask` does while other tasks of the event loop go on; a cancelled turn has not happened."""
         if options.get("stream"):
             raise RestoreKVError("Use ask with stream=True in a thread to get the pieces of an answer.")
-        return await asyncio.to_thread(partial(self.ask, question, max_new_tokens, **options))
+        return await generate.in_thread(partial(self.ask, question, max_new_tokens, **options))
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -198,11 +206,13 @@ class Chat:
     def fork(self) -> Self:
         """Returns a conversation that goes on from here by itself."""
         with self.alone():
-            other = copy.copy(self)
-            other.turns, other.cache, other.running = list(self.turns), self.cache.fork(), threading.Lock()
+            other = type(self)(self.document, self.system, list(self.turns), self.folded)
+            other.cache = self.cache.fork()
             for new, old in zip(other.cache.layers, self.cache.layers, strict=True):
                 new.keys, new.values = (x.clone() for x in old.pair)
         return other
+
+    __copy__ = fork
 
     def fold(self, **options: Any) -> None:
         """Compresses the turns so far as `document.append` does, whose options these are; they cannot be undone.
@@ -223,9 +233,12 @@ class Chat:
         if self.folded:
             raise RestoreKVError("Folded turns are part of the document; save that: chat.document.save('doc.rkv').")
         turns = [
-            {"question": turn.question, "answer": turn.answer.text, "read": turn.read, "written": turn.answer.ids}
+            {
+                "question": turn.question, "answer": turn.answer.text, "finish": turn.answer.finish, "read": turn.read,
+                "written": turn.answer.ids,
+            }
             for turn in self.turns
-        ]
+        ]  # fmt: skip
         of = digest(self.document.cache, self.document.context)
         content = {"format": FORMAT, "version": VERSION, "document": of, "system": self.system, "turns": turns}
         write_json(Path(path), content)
@@ -238,7 +251,8 @@ class Chat:
         chat, stops = cls(document, content["system"]), generate.stop_ids(document.model, document.tokenizer)
         for turn in content["turns"]:
             answer = answer_of(document.tokenizer, turn["written"], stops, len(turn["read"]), None)
-            chat.turns.append(Turn(turn["question"], replace(answer, text=turn["answer"]), tuple(turn["read"])))
+            answer = replace(answer, text=turn["answer"], finish=turn.get("finish", answer.finish))
+            chat.turns.append(Turn(turn["question"], answer, tuple(turn["read"])))
         if chat.turns:
             prefill(document.model, torch.tensor([chat.ids()]), into=chat.cache)
         return chat
@@ -271,7 +285,8 @@ def check_saved(path: str | Path, content: object, document: CompressedContext) 
     turns, vocabulary = content.get("turns"), document.model.get_input_embeddings().weight.shape[0]
     sound = isinstance(content.get("system"), str) and isinstance(turns, list)
     for turn in turns if sound else ():
-        sound &= isinstance(turn, dict) and set(turn) == set(SAVED) and all(has_type(turn[n], SAVED[n]) for n in SAVED)
+        turn = {"finish": "length", **turn} if isinstance(turn, dict) else {}  # which older files lack
+        sound &= set(turn) == set(SAVED) and all(has_type(turn[n], SAVED[n]) for n in SAVED)
         sound = sound and bool(turn["read"] and turn["written"])
         sound = sound and all(0 <= token < vocabulary for token in turn["read"] + turn["written"])
     if not sound:

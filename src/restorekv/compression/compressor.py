@@ -32,7 +32,7 @@ from restorekv.errors import BudgetError, RestoreKVError
 from restorekv.files import TEXT_LIMIT, read_bytes
 from restorekv.model.load import model_fingerprint, model_name, rope_fingerprint
 from restorekv.model.offload import trim_heap
-from restorekv.model.prompt import Context, default_between, fit, make_context, template_hash
+from restorekv.model.prompt import Context, default_between, fit, make_context, system_text, template_hash
 from restorekv.model.shape import CacheShape
 from restorekv.model.tokenize import decoded
 from restorekv.restore.adapter import RestoreAdapter
@@ -70,7 +70,7 @@ def compress(
     conventions = CompressionConfig(prefix_policy, on_small_budget, allocation, restore_from, offset)
     compressor = make_compressor(chosen_evictor(evictor, preset), conventions, streaming)
     ratio = kept_ratio(ratio, compression_ratio)
-    text, system = text_and_system(context, system)
+    text, system = text_and_system(context, system_text(system))
     between = default_between(tokenizer) if between is None else between
     parsed, cut = fit(model, make_context(tokenizer, text, between, system), max_context, offset)
     size = model, parsed, conventions, ratio, tokens_per_head

@@ -65,16 +65,13 @@ class CompressedContext:
         'Agnes teacher.'
         """
         decoding, single = Decoding.make(**options), isinstance(question, str)
-        if not single and not isinstance(question, list | tuple):
-            raise RestoreKVError(f"A question is text, or a list of texts, not {type(question).__name__}.")
+        asked = [(self.context, self.cache, each) for each in answers.listed(question)]
         if stream:
             if not single or details or graph:
                 raise RestoreKVError(
                     "Only the text of a single answer can be streamed; ask other questions one by one."
                 )
-            asked = (self.context, self.cache, question)
-            return answers.stream(self.model, self.tokenizer, asked, max_new_tokens, answer_prefix, decoding)
-        asked = [(self.context, self.cache, each) for each in ([question] if single else question)]
+            return answers.stream(self.model, self.tokenizer, asked[0], max_new_tokens, answer_prefix, decoding)
         how = max_new_tokens, answer_prefix, graph, decoding
         written = answers.ask_each(self.model, self.tokenizer, asked, *how)
         said = [answers.shown(each, details, decoding.samples) for each in written]
@@ -83,10 +80,13 @@ class CompressedContext:
     async def ask_async(
         self, question: str | Sequence[str], max_new_tokens: int | Sequence[int] = 128, **options: Any
     ) -> str | list | Answer:
-        """Answers as `ask` does, with its options, while other tasks of the event loop go on."""
+        """Answers as `ask` does, with its options, while other tasks of the event loop go on.
+
+        Cancelling the task ends the answers, too.
+        """
         if options.get("stream"):
             raise RestoreKVError("Use stream_async to get the pieces of an answer.")
-        return await asyncio.to_thread(partial(self.ask, question, max_new_tokens, **options))
+        return await generate.in_thread(partial(self.ask, question, max_new_tokens, **options))
 
     async def stream_async(self, question: str, **options: Any) -> AsyncIterator[str]:
         """Yields the pieces of an answer, as `ask` with stream=True does, while other tasks go on."""
@@ -131,7 +131,8 @@ class CompressedContext:
         """Returns what `append` does with ids (1, t), whoever wrote them; `between` then stands before questions."""
         m, how = self.manifest, self.grower(None if restore == "none" else adapter, evictor)
         size = ids, Fraction(m.ratio)
-        growth = Growth(self.model, self.tokenizer, self.context, self.cache, how, restore, *size)
+        more = "append more at once" if between is None else "fold when more was said"
+        growth = Growth(self.model, self.tokenizer, self.context, self.cache, how, restore, *size, more)
         cache = growth.run()
         context = growth.whole if between is None else replace(growth.whole, between=between)
         cache.store(m.storage)

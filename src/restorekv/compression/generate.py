@@ -5,7 +5,11 @@ the positions skip it, so a batch answers as each question would alone. Decoding
 it comes first; a batch is as small as the answers that are still being written.
 """
 
-from collections.abc import Iterator, Sequence
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +25,8 @@ from restorekv.model.attention.naive import causal
 from restorekv.model.prompt import tell_beyond
 
 BATCH = 16
+CANCELLED: ContextVar[threading.Event | None] = ContextVar("cancelled", default=None)  # of the task that asks
+T = TypeVar("T")
 
 
 def answer_ids(
@@ -71,6 +77,26 @@ def limits_of(max_new_tokens: int | Sequence[int], count: int) -> list[int]:
     return limits
 
 
+async def in_thread(ask: Callable[[], T]) -> T:
+    """Returns what `ask` returns, while other tasks of the event loop go on.
+
+    A task that is cancelled ends what `ask` generates at the next token, and waits for that.
+    """
+    cancelled = threading.Event()
+
+    def run() -> T:
+        CANCELLED.set(cancelled)  # in the thread's own copy of the task's context
+        return ask()
+
+    asked = asyncio.ensure_future(asyncio.to_thread(run))
+    try:
+        return await asyncio.shield(asked)
+    except asyncio.CancelledError:
+        cancelled.set()
+        await asyncio.gather(asked, return_exceptions=True)
+        raise
+
+
 @torch.no_grad()
 def decode(
     model: PreTrainedModel, cache: Cache, batch: tuple[Tensor, Tensor, Tensor], limits: Sequence[int],
@@ -85,12 +111,15 @@ def decode(
     hides, width = not bool(visible.all()), ids.shape[1]
     mask = visible[:, None, None] & causal(width, visible.shape[1], model.device) if hides else None
     counts, running, steps = [0] * len(ids), list(range(len(ids))), None
+    cancelled = CANCELLED.get()
     while True:
         if steps:
             every = steps()[:, 0].tolist()
             chosen = [every[row] for row in running]
         else:
             ids, chosen = chosen_ids(next_logits(model, ids, mask, positions, cache), running, rows)
+        if cancelled and cancelled.is_set():
+            raise RestoreKVError("The answer was cancelled; ask again.")
         going = []
         for place, (row, token) in enumerate(zip(running, chosen, strict=True)):
             counts[row] += 1

@@ -48,6 +48,7 @@ class Growth:
     restore: str
     ids: Tensor  # (1, t), of the text
     ratio: Fraction
+    more: str = "append more at once"  # what to do if the text is too short
     seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -81,7 +82,7 @@ class Growth:
         evictor = self.how.evictor.later(part)
         if (again := evictor.latest(part)) >= self.ids.shape[-1]:
             kept = f"{evictor.spec} always keeps the latest {again} tokens"
-            raise RestoreKVError(f"{kept}, and the new text has {self.ids.shape[-1]}; append more at once.")
+            raise RestoreKVError(f"{kept}, and the new text has {self.ids.shape[-1]}; {self.more}.")
         attention.install(self.model)
         room, tokens, restored = self.room(), self.budget.restore_tokens, []
         reading, scores = read_part(self.model, self.tokenizer, evictor, part, self.opened(), self.seconds)
@@ -123,7 +124,7 @@ class Growth:
         room = budget.retained - held - self.carried * budget.layers * budget.heads
         if room < 0:
             raise BudgetError(
-                f"The budget has no room for the new text: {-room:,} pairs too many are held; append more at once"
+                f"The budget has no room for the new text: {-room:,} pairs too many are held; {self.more}"
                 + (", or with restore='last'." if self.restore == "every" else ".")
             )
         return room

@@ -25,15 +25,24 @@ def ask_many(
     The contexts may differ in all but the model and its chat template; one may come up more than once.
     """
     decoding = Decoding.make(**options)
-    asked = [(each, [given] if isinstance(given, str) else list(given), given) for each, given in asked]
-    rows = [(each.context, each.cache, question) for each, questions, _ in asked for question in questions]
+    asked = [(*pair, answers.listed(pair[1])) for pair in pairs_of(asked)]
+    rows = [(each.context, each.cache, question) for each, _, questions in asked for question in questions]
     if not rows:
         return [[] for _ in asked]
     first = one_model([each for each, _, _ in asked])
     how = max_new_tokens, answer_prefix, False, decoding
     written = iter(answers.ask_each(first.model, first.tokenizer, rows, *how))
-    said = [[answers.shown(next(written), details, decoding.samples) for _ in questions] for _, questions, _ in asked]
-    return [own[0] if isinstance(given, str) else own for own, (_, _, given) in zip(said, asked, strict=True)]
+    said = [[answers.shown(next(written), details, decoding.samples) for _ in questions] for _, _, questions in asked]
+    return [own[0] if isinstance(given, str) else own for own, (_, given, _) in zip(said, asked, strict=True)]
+
+
+def pairs_of(asked: object) -> list[tuple[CompressedContext, str | Sequence[str]]]:
+    """Returns pairs of a compressed context and its questions as a list; refuses anything else."""
+    pairs = list(asked) if isinstance(asked, Iterable) else [asked]
+    for each in pairs:
+        if not isinstance(each, tuple | list) or len(each) != 2 or not isinstance(each[0], CompressedContext):
+            raise RestoreKVError("ask_many takes a list of pairs, each of a compressed context and its questions.")
+    return pairs
 
 
 def compose(contexts: Sequence[CompressedContext]) -> CompressedContext:
@@ -47,6 +56,8 @@ def compose(contexts: Sequence[CompressedContext]) -> CompressedContext:
     >>> both.manifest.tokens == 2 * small.manifest.tokens
     True
     """
+    if not isinstance(contexts, Iterable):
+        raise RestoreKVError(f"compose takes a list of compressed contexts, not {type(contexts).__name__}.")
     start, contexts = time.perf_counter(), list(contexts)
     if not contexts:
         raise RestoreKVError("There is nothing to compose; give at least one compressed context.")

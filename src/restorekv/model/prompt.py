@@ -81,6 +81,13 @@ def make_context(
     return Context(ids, prefix.shape[-1], encode(tokenizer, after=after), after, between)
 
 
+def system_text(system: object) -> str:
+    """Returns a system message, of which None is the empty one; refuses what is no text."""
+    if not isinstance(system, str | None):
+        raise RestoreKVError(f"A system message is text, not {type(system).__name__}; leave it out for none.")
+    return system or ""
+
+
 def fit(model: PreTrainedModel, context: Context, too_long: str = "refuse", offset: int = 0) -> tuple[Context, int]:
     """Returns the context and how many tokens of its end were cut, so that ROOM of the model's positions is left.
 
