@@ -9,7 +9,8 @@ import typer
 from rich.text import Text
 
 from restorekv.cli import options
-from restorekv.cli.session import notes, open_documents, output
+from restorekv.cli.errors import visible
+from restorekv.cli.session import check_apart, notes, open_documents, output
 from restorekv.compression.several import ask_many
 from restorekv.errors import RestoreKVError
 from restorekv.files import write_json
@@ -36,13 +37,14 @@ def run(
         raise RestoreKVError("A question is empty; ask something.")
     if max_new_tokens < 1:
         raise RestoreKVError(f"--max-new-tokens is a number of at least 1, not {max_new_tokens}.")
+    check_apart([json], (*files, sampling["json_schema"], sign_key))
     decoding = options.Sampling(**sampling).decoding()
     compressed = open_documents(files, model, dtype, device, read_key(sign_key))
     start = time.perf_counter()
     rows = [{"file": str(each), "question": question} for each in files for question in questions]
     if len(rows) == 1 and json is None:
         for piece in compressed[0].ask(questions[0], max_new_tokens, stream=True, **decoding):
-            print(piece, end="", flush=True)
+            print(visible(piece), end="", flush=True)
         print()
         return
     with notes.status(f"answering {len(rows)} questions"):
@@ -52,9 +54,9 @@ def run(
         lines = [{**row, "answer": answer} for row, answer in zip(rows, answers, strict=True)]
         write_json(json, {"answers": lines, "seconds": round(time.perf_counter() - start, 4)})
     if len(rows) == 1:
-        print(answers[0])
+        print(visible(answers[0]))
         return
     for row, answer in zip(rows, answers, strict=True):
         title = f"{row['file']}: {row['question']}" if len(files) > 1 else row["question"]
-        output.print(Text(title, style="bold"), soft_wrap=True)
-        output.print(Text("  " + answer), soft_wrap=True)
+        output.print(Text(visible(title), style="bold"), soft_wrap=True)
+        output.print(Text("  " + visible(answer)), soft_wrap=True)

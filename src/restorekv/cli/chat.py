@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 
 from restorekv.cli import options
-from restorekv.cli.errors import RECEIVED, report_error
+from restorekv.cli.errors import RECEIVED, report_error, visible
 from restorekv.cli.session import notes, open_documents, output
 from restorekv.compression.chat import Chat
 from restorekv.compression.context import size
@@ -105,7 +105,7 @@ def answer(chat: Chat, question: str, max_new_tokens: int, decoding: dict) -> No
     """Prints an answer while it grows, and what the turn cost."""
     start = time.perf_counter()
     for piece in chat.ask(question, max_new_tokens, stream=True, **decoding):
-        print(piece, end="", flush=True)
+        print(visible(piece), end="", flush=True)
     print()
     turn, seconds = chat.turns[-1], time.perf_counter() - start
     notes.print(
@@ -129,7 +129,7 @@ def command(chat: Chat, line: str, key: bytes | None) -> None:
             notes.print(f"Turns taken back: {count}; {len(chat.turns)} are left.")
         case "/history":
             for message in chat.messages:
-                output.print(f"[bold]{message['role']}[/]: {escape(message['content'])}", soft_wrap=True)
+                output.print(f"[bold]{message['role']}[/]: {escape(visible(message['content']))}", soft_wrap=True)
         case "/fold":
             before = chat.nbytes
             chat.fold()

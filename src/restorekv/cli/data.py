@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from restorekv.cli import options
-from restorekv.cli.session import bar, open_model, output, print_written
+from restorekv.cli.session import bar, check_apart, open_model, output, print_written
 from restorekv.data.build import build
 from restorekv.data.config import BuildConfig
 from restorekv.data.files import optional
@@ -58,6 +58,7 @@ def show(
 ) -> None:
     """Print the table of the paper's appendix for this data, next to the paper's numbers."""
     read_manifest(folder)
+    check_apart([json], folder.glob("*"))
     rows, manifest = print_tables(folder)
     if json:
         write_json(json, {"rows": rows, "manifest": manifest})

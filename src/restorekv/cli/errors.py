@@ -31,6 +31,9 @@ OUT_OF_MEMORY += ("failed to map segment", "can't start new thread")
 TOO_LARGE = ("Overflow when unpacking", "overflowed", "too large to convert")
 SIGNS = "\u2591\u2592\u2593\u2588\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u00b7\u2502\u2503\u2500\u2501"
 PLAIN = str.maketrans(SIGNS, ".:#@_.,-=+*.||--")
+CONTROL = (
+    {n: 0x2400 + n for n in range(32) if n not in (9, 10)} | {127: 0x2421} | dict.fromkeys(range(128, 160), "\ufffd")
+)
 LONGEST = 400  # characters of a word in a message
 ENDINGS = ("SIGTERM", "SIGHUP")
 RECEIVED: list[int] = []  # signals that ended the command
@@ -95,6 +98,11 @@ def plain(error: UnicodeError) -> tuple[str, int]:
     return part.encode("ascii", "replace").decode(), error.end
 
 
+def visible(text: str) -> str:
+    """Returns a text with signs for control characters other than tabs and line ends, which could act on a terminal."""
+    return text.translate(CONTROL)
+
+
 def end(number: int, frame: FrameType | None) -> None:
     """Ends the command as Ctrl-C does, so that nothing half-written stays."""
     RECEIVED.append(number)
@@ -104,7 +112,9 @@ def end(number: int, frame: FrameType | None) -> None:
 def print_error(text: str, code: int) -> int:
     """Prints a text as one line and returns the exit code."""
     flush_output()
-    text = re.sub(rf"\S{{{LONGEST},}}", lambda word: f"{word[0][:60]}...{word[0][-20:]}", " ".join(text.split()))
+    text = re.sub(
+        rf"\S{{{LONGEST},}}", lambda word: f"{word[0][:60]}...{word[0][-20:]}", " ".join(visible(text).split())
+    )
     print("error:", text, file=sys.stderr)
     return code
 

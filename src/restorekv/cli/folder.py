@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from restorekv import __version__
-from restorekv.cli.session import notes, open_model, output, shares
+from restorekv.cli.session import check_apart, notes, open_model, output, shares
 from restorekv.compression.budget import exact_ratio
 from restorekv.compression.compressor import compress
 from restorekv.compression.context import size
@@ -141,6 +141,7 @@ def run(folder: Path, out: Path, recipe: Recipe, ray: str | None, workers: int, 
     check_target(out / "x.rkv")
     start, sizes = time.perf_counter(), [(folder / name).stat().st_size + 1 for name in names]
     work = [(str((folder / name).resolve()), str(name), str((out / f"{name}.rkv").resolve())) for name in names]
+    check_apart([figures], [each for source, _, target in work for each in (source, target)])
     made: list[Made] = []
     with makers(recipe, ray, workers) as each, shares("compressing") as update:
         update(str(names[0]), 0.0)

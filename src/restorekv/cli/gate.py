@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from restorekv.cli import options
-from restorekv.cli.session import bar, open_model, print_figures
+from restorekv.cli.session import bar, check_apart, open_model, print_figures
 from restorekv.cli.train import check_lengths
 from restorekv.errors import RestoreKVError
 from restorekv.evictors import gate_file
@@ -42,6 +42,7 @@ def train(
     **settings: Any,
 ) -> None:
     config = GateConfig(**settings)
+    check_apart([out], data)
     check_lengths(shortest, longest)
     folder = features or out.with_name(f"{out.name}.features")
     if folder.exists() and not folder.is_dir():
@@ -67,6 +68,7 @@ def convert(
     model: options.Model = "bundled",
     dtype: options.Dtype = "auto",
 ) -> None:
+    check_apart([out], [source])
     loaded, _ = open_model(model, dtype)
     gate = convert_gate(source, loaded)
     gate_file.write(out, gate)

@@ -1,6 +1,7 @@
 """`restorekv inspect doc.rkv`: what a cache file holds, and which tokens survived."""
 
 import math
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +13,8 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cli import options
-from restorekv.cli.session import method_of, output, print_figures
+from restorekv.cli.errors import visible
+from restorekv.cli.session import check_apart, method_of, output, print_figures
 from restorekv.compression.context import size
 from restorekv.errors import ModelError
 from restorekv.evaluation.survivors import Survivors, check_format, save_plot
@@ -39,6 +41,7 @@ def run(
 ) -> None:
     if plot:
         check_format(plot)
+    check_apart((plot, json), (file, sign_key))
     survivors = Survivors.of_file(file, read_key(sign_key))
     tokenizer = find_tokenizer(survivors, model)
     if plot:
@@ -122,8 +125,8 @@ def reading(survivors: Survivors, tokenizer: Tokenizer, limit: int) -> Text:
     share = survivors.per_position[start:]
     most = max(float(share.max()), 1e-9)
     text = Text("The first tokens of the text; what no head keeps is a dot\n", style="bold", end="\n")
-    for token, part in zip(survivors.context.ids[0, start : start + limit].tolist(), share.tolist(), strict=False):
-        piece = tokenizer.decode([token])
+    ids = survivors.context.ids[0, start : start + limit].tolist()
+    for piece, part in characters(tokenizer, ids, share.tolist()):
         if part == 0:
             blank = piece[: len(piece) - len(piece.lstrip())]
             text.append(blank + GONE, style="not bold grey50")
@@ -132,6 +135,16 @@ def reading(survivors: Survivors, tokenizer: Tokenizer, limit: int) -> Text:
     if limit < len(share):
         text.append(f" ... ({len(share) - limit:,} more)", style="not bold")
     return text
+
+
+def characters(tokenizer: Tokenizer, ids: Sequence[int], shares: Sequence[float]) -> Iterator[tuple[str, float]]:
+    """Yields pieces of whole characters, each the text of as many tokens as it takes, with their highest share."""
+    start = 0
+    for end in range(1, len(ids) + 1):
+        piece = tokenizer.decode(ids[start:end])
+        if end == len(ids) or not piece.endswith("\ufffd"):
+            yield visible(piece), max(shares[start:end])
+            start = end
 
 
 def shade(part: float) -> str:

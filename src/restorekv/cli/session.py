@@ -1,19 +1,23 @@
 """Helpers for several commands: read a text, open a model, show progress, print figures."""
 
+import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 from transformers import PreTrainedModel, logging
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv.cli.errors import visible
 from restorekv.compression.context import CompressedContext
 from restorekv.compression.context_file import Manifest, read
 from restorekv.compression.prepared import CompressionConfig
@@ -22,7 +26,19 @@ from restorekv.files import TEXT_LIMIT, read_bytes
 from restorekv.model.load import check_dtype, load_model
 from restorekv.model.tokenize import decoded
 
-output, notes = Console(), Console(stderr=True)
+
+class Terminal(Console):
+    """Prints texts of others: no `:name:` becomes an emoji, and no character commands the terminal."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(emoji=False, **settings)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else visible(text), style, control)
+
+
+output, notes = Terminal(), Terminal(stderr=True)
 
 
 def read_text(name: str) -> str:
@@ -40,10 +56,20 @@ def read_text(name: str) -> str:
     return text
 
 
-def check_apart(out: Path, text: str) -> None:
-    """Refuses to write over the text that is read."""
-    if text != "-" and out.exists() and Path(text).exists() and out.samefile(text):
-        raise RestoreKVError(f"{out} is the text itself; choose another name for the cache file.")
+def check_apart(outputs: Iterable[Path | None], inputs: Iterable[Path | str | None] = ()) -> None:
+    """Refuses to write a file that the command reads, or one file twice; None names none, and "-" stdin."""
+    others = [each for each in inputs if each not in (None, "-")]
+    for path in filter(None, outputs):
+        if any(one_file(path, other) for other in others):
+            raise RestoreKVError(f"{path} is also another file of this command; choose another name for the output.")
+        others.append(path)
+
+
+def one_file(path: Path | str, other: Path | str) -> bool:
+    """Returns whether two names, of files that may not exist yet, stand for one file."""
+    if os.path.exists(path) and os.path.exists(other):
+        return os.path.samefile(path, other)
+    return os.path.realpath(path) == os.path.realpath(other)
 
 
 def quiet() -> None:
@@ -58,7 +84,7 @@ def open_model(
     """Calls `load_model` without the remarks that transformers prints."""
     check_dtype(dtype)
     quiet()
-    with notes.status(f"loading {name}"):
+    with notes.status(Text(f"loading {name}")):
         return load_model(name, dtype, device, rope)
 
 
@@ -85,7 +111,7 @@ def bar(title: str, lines: bool = False) -> Iterator[Callable[..., None]]:
 
     With `lines`, prints a line now and then elsewhere.
     """
-    parts = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("to go"))
+    parts = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TextColumn("to go"))
     with Progress(*parts, TimeRemainingColumn(), console=notes, disable=not notes.is_terminal) as progress:
         task = progress.add_task(title, total=None)
 
@@ -100,7 +126,7 @@ def bar(title: str, lines: bool = False) -> Iterator[Callable[..., None]]:
 @contextmanager
 def shares(title: str) -> Iterator[Callable[[str, float], None]]:
     """Shows a progress bar for work of unequal parts; the block gets the callback (current part, share done)."""
-    parts = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("to go"))
+    parts = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TextColumn("to go"))
     with Progress(*parts, TimeRemainingColumn(), console=notes, disable=not notes.is_terminal) as progress:
         task, printed = progress.add_task(title, total=1.0), 0.0
 
