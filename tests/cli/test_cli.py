@@ -123,6 +123,30 @@ def test_compress_takes_stdin_tokens_per_head_and_every_policy(world, tmp_path):
     assert made["restore_tokens"] < 8 and made["prefix_policy"] == "counted" and made["on_tight"] == "fewer"
 
 
+def test_a_file_is_read_by_its_ending(world, tmp_path):
+    (page := tmp_path / "page.html").write_text(f"<script>no()</script><p>{TEXT}</p>")
+    figures = tmp_path / "figures.json"
+    compress(world, tmp_path / "a.rkv", "--ratio", 1, "--json", figures, text=page)
+    shown = cli("inspect", tmp_path / "a.rkv", "--model", world.model).out.replace("\n", " ")
+    assert TEXT[:60] in shown and "script" not in shown and "<p>" not in shown
+    grown = cli("append", world.cache, page, "--model", world.model, "--adapter", "none", "-o", tmp_path / "b.rkv")
+    assert grown.code == 0, grown.err
+    (tmp_path / "broken.pdf").write_bytes(b"%PDF-1.7 of nothing")
+    broken = cli("compress", tmp_path / "broken.pdf", "--model", world.model, "-o", tmp_path / "c.rkv")
+    assert broken.code == 1 and "broken.pdf" in broken.err and "not UTF-8" not in broken.err
+
+
+def test_questions_from_stdin(world, tmp_path):
+    told = ("--model", world.model, "--max-new-tokens", 6)
+    typed = cli("ask", world.cache, "-", *told, stdin=f"{QUESTION}\n\nis the code seven?\n".encode())
+    assert typed.code == 0 and typed.out == cli("ask", world.cache, QUESTION, "is the code seven?", *told).out
+    assert (
+        cli("ask", world.cache, "-", *told, stdin=QUESTION.encode()).out == cli("ask", world.cache, QUESTION, *told).out
+    )
+    assert "The input is empty" in cli("ask", world.cache, "-", *told).err
+    assert "not UTF-8" in cli("ask", world.cache, "-", *told, stdin=b"caf\xe9?").err
+
+
 def test_a_mismatched_evictor_is_one_line_of_warning(world, tmp_path):
     told = compress(world, tmp_path / "doc.rkv", "--evictor", "kvzip+", "--ratio", "0.3", "--adapter", world.adapter)
     assert told.err.startswith("warning: ") and told.err.count("\n") == 1 and "kvzip+" in told.err

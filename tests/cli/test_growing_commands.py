@@ -81,6 +81,14 @@ def test_a_conversation_goes_on_after_what_fails(world, tmp_path, monkeypatch):
         assert part in result.err
 
 
+def test_what_was_folded_is_saved_with_the_document(world, tmp_path):
+    made, saved, model = tmp_path / "a.rkv", tmp_path / "b.rkv", ("--model", world.model)
+    assert cli("compress", world.text, *model, "--ratio", 0.4, "--adapter", "none", "-o", made).code == 0
+    lines = [QUESTION, "/fold", f"/save {tmp_path / 'c.json'}", f"/save {saved}"]
+    told = cli("chat", made, *model, "--max-new-tokens", 30, stdin="\n".join(lines).encode())
+    assert "save that, as in /save doc.rkv." in told.err and {*tmp_path.iterdir()} == {made, saved}
+
+
 SLOW = """
 import sys, time, restorekv.cli as cli, restorekv.compression.chat as chat
 chat.pieces = lambda *_: (print("answering", flush=True), time.sleep(600))
@@ -128,6 +136,9 @@ def test_sampled_and_constrained_answers(world, document, tmp_path):
     hot = ("--temperature", 1.3, "--top-k", 30, "--seed", 5, "--max-new-tokens", 8, "--model", world.model)
     expected = document.ask(QUESTION, 8, temperature=1.3, top_k=30, seed=5)
     assert cli("ask", world.cache, QUESTION, *hot).out == f"{expected}\n"
+    stops = [word[1:3] for word in expected.split()[:2]]
+    several = document.ask(QUESTION, 8, temperature=1.3, top_k=30, seed=5, stop=stops)
+    assert cli("ask", world.cache, QUESTION, *hot, *(w for s in stops for w in ("--stop", s))).out == f"{several}\n"
     schema = tmp_path / "schema.json"
     schema.write_text(json.dumps({"enum": ["yes", "no"]}))
     pytest.importorskip("llguidance")

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from restorekv.cli import options
 from restorekv.cli.errors import visible
-from restorekv.cli.session import check_apart, notes, open_documents, output
+from restorekv.cli.session import check_apart, notes, open_documents, output, read_text
 from restorekv.compression.several import ask_many
 from restorekv.errors import RestoreKVError
 from restorekv.files import write_json
@@ -20,7 +20,10 @@ from restorekv.seal import read_key
 @options.options_of(options.Sampling)
 def run(
     file: Annotated[Path, typer.Argument(help="A cache file made by compress.")],
-    questions: Annotated[list[str], typer.Argument(help="Further cache files (.rkv), then one or more questions.")],
+    questions: Annotated[
+        list[str],
+        typer.Argument(help="Further cache files (.rkv), then questions; - reads them from stdin, one a line."),
+    ],
     max_new_tokens: Annotated[int, typer.Option(help="The longest answer, in tokens.")] = 128,
     model: options.OtherModel = None,
     device: options.Device = "cpu",
@@ -30,7 +33,7 @@ def run(
     **sampling: object,
 ) -> None:
     files = [file, *map(Path, takewhile(lambda word: word.endswith(".rkv"), questions))]
-    questions = questions[len(files) - 1 :]
+    questions = [each for word in questions[len(files) - 1 :] for each in (typed() if word == "-" else [word])]
     if not questions:
         raise RestoreKVError("There is no question after the cache files; ask something.")
     if not all(question.strip() for question in questions):
@@ -60,3 +63,8 @@ def run(
         title = f"{row['file']}: {row['question']}" if len(files) > 1 else row["question"]
         output.print(Text(visible(title), style="bold"), soft_wrap=True)
         output.print(Text("  " + visible(answer)), soft_wrap=True)
+
+
+def typed() -> list[str]:
+    """Returns the lines of stdin that are not empty."""
+    return [line.strip() for line in read_text("-").split("\n") if line.strip()]

@@ -17,7 +17,7 @@ from restorekv.seal import read_key
 
 def append(
     file: Annotated[Path, typer.Argument(help="A cache file made by compress; it stays as it is.")],
-    text: Annotated[str, typer.Argument(help="A UTF-8 text to put behind it, or - for stdin.")],
+    text: Annotated[str, typer.Argument(help="The text, HTML, PDF or DOCX file to put behind it, or - for stdin.")],
     out: options.CacheFile,
     restore: Annotated[
         str, typer.Option(help="Restore tokens of earlier parts: last (replaced), every (kept as pairs) or none.")

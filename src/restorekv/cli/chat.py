@@ -143,6 +143,8 @@ def command(chat: Chat, line: str, key: bytes | None) -> None:
             check_target(path)
             if path.suffix == ".rkv":
                 chat.document.save(path, key)
+            elif chat.folded:
+                raise RestoreKVError("Folded turns are part of the document; save that, as in /save doc.rkv.")
             else:
                 chat.save(path)
             notes.print(f"Wrote {escape(str(path))}.")

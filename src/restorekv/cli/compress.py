@@ -21,7 +21,7 @@ from restorekv.seal import read_key
 
 
 def run(
-    file: Annotated[str, typer.Argument(help="A UTF-8 text, - for stdin, or a folder of documents.")],
+    file: Annotated[str, typer.Argument(help="A text, HTML, PDF or DOCX file, - for stdin, or a folder of such.")],
     out: Annotated[Path, typer.Option("--output", "-o", help="The cache file to write, or for a folder, a folder.")],
     ratio: Annotated[
         str | None, typer.Option(help="Share of the KV pairs to hold, in (0, 1]; 0.1 unless given.")

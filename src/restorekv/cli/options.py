@@ -95,7 +95,7 @@ class Sampling:
     min_p: float = field(default=0.0, metadata={"help": "Leave out tokens below this share of the likeliest one's."})
     repetition_penalty: float = field(default=1.0, metadata={"help": "Above 1, makes what was read or said rarer."})
     seed: int = field(default=0, metadata={"help": "The same seed gives the same answer."})
-    stop: str | None = field(default=None, metadata={"help": "End an answer before this text."})
+    stop: list[str] | None = field(default=None, metadata={"help": "End an answer before this text; repeatable."})
     json_schema: Path | None = field(default=None, metadata={"help": "A file with the JSON schema of every answer."})
     regex: str | None = field(default=None, metadata={"help": "An expression that every answer matches as a whole."})
 

@@ -25,6 +25,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.files import TEXT_LIMIT, read_bytes
 from restorekv.model.load import check_dtype, load_model
 from restorekv.model.tokenize import decoded
+from restorekv.serve.documents import KINDS, text_of
 
 
 class Terminal(Console):
@@ -42,13 +43,15 @@ output, notes = Terminal(), Terminal(stderr=True)
 
 
 def read_text(name: str) -> str:
-    """Reads a UTF-8 file, or stdin when the name is "-"."""
+    """Returns the text of a file by its ending: UTF-8, HTML, PDF or DOCX; of stdin when the name is "-"."""
     if name == "-":
         if sys.stdin is None:
             raise RestoreKVError("The standard input is closed; give a file or pipe a text in.")
         payload = sys.stdin.buffer.read()
     else:
         payload = read_bytes(Path(name), f"The file {name}", TEXT_LIMIT)
+    if Path(name).suffix.lower() in KINDS:
+        return text_of(name, payload)
     source = "The input" if name == "-" else f"The file {name}"
     text = decoded(payload, source)
     if not text.strip():
