@@ -31,9 +31,8 @@ OUT_OF_MEMORY += ("failed to map segment", "can't start new thread")
 TOO_LARGE = ("Overflow when unpacking", "overflowed", "too large to convert")
 SIGNS = "\u2591\u2592\u2593\u2588\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u00b7\u2502\u2503\u2500\u2501"
 PLAIN = str.maketrans(SIGNS, ".:#@_.,-=+*.||--")
-CONTROL = (
-    {n: 0x2400 + n for n in range(32) if n not in (9, 10)} | {127: 0x2421} | dict.fromkeys(range(128, 160), "\ufffd")
-)
+CONTROL = {n: 0x2400 + n for n in range(32) if chr(n) not in "\t\n"}
+CONTROL |= {127: 0x2421} | dict.fromkeys(range(128, 160), 0xFFFD)
 LONGEST = 400  # characters of a word in a message
 ENDINGS = ("SIGTERM", "SIGHUP")
 RECEIVED: list[int] = []  # signals that ended the command
@@ -112,9 +111,8 @@ def end(number: int, frame: FrameType | None) -> None:
 def print_error(text: str, code: int) -> int:
     """Prints a text as one line and returns the exit code."""
     flush_output()
-    text = re.sub(
-        rf"\S{{{LONGEST},}}", lambda word: f"{word[0][:60]}...{word[0][-20:]}", " ".join(visible(text).split())
-    )
+    text = " ".join(visible(text).split())
+    text = re.sub(rf"\S{{{LONGEST},}}", lambda word: f"{word[0][:60]}...{word[0][-20:]}", text)
     print("error:", text, file=sys.stderr)
     return code
 

@@ -76,8 +76,8 @@ class Chat:
     ) -> str | Answer | Iterator[str]:  # fmt: skip
         """Returns the answer, or an iterator over its pieces, and remembers both.
 
-        `options` are those of `Decoding`; details=True returns an `Answer`. A turn that is broken off, by an error or
-        by leaving the iterator, has not happened. Only one turn can be written at a time.
+        `options` are those of `Decoding`; details=True returns an `Answer`, but not with stream=True. A turn that is
+        broken off, by an error or by leaving the iterator, has not happened. Only one turn can be written at a time.
         """
         decoding, document = Decoding.make(**options), self.document
         if stream and details:

@@ -49,7 +49,7 @@ def compress(
     prefix_policy: PrefixPolicy = "free", on_small_budget: OnSmallBudget = "error", allocation: str = "global",
     restore_from: RestoreFrom = "full", offset: int = 0,
     storage: str = "model", streaming: int | None = None, offload: bool = False,
-    between: str | None = None, system: str = "", max_context: str = "refuse", progress: Progress | None = None,
+    between: str | None = None, system: str | None = "", max_context: str = "refuse", progress: Progress | None = None,
 ) -> CompressedContext:  # fmt: skip
     """Compresses a context to `ratio` (0.1 unless given) of its KV pairs or to `tokens_per_head`.
 

@@ -94,7 +94,7 @@ class CompressedContext:
         while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
             yield piece
 
-    def chat(self, system: str = "") -> Chat:
+    def chat(self, system: str | None = "") -> Chat:
         """Starts a conversation; `system` is said between the text and the first question.
 
         >>> chat = small.chat()
@@ -209,7 +209,7 @@ class CompressedContext:
     def save(self, path: str | Path, key: bytes | None = None) -> None:
         """Writes one safetensors file; the previous one stays if anything goes wrong.
 
-        `key`, or RESTOREKV_KEY, signs the file: whoever has the key can tell it from a stranger's.
+        `key`, of 16 bytes or more, or RESTOREKV_KEY signs the file: whoever has the key can tell it from a stranger's.
         """
         context_file.write(path, self.cache, self.context, self.manifest, key)
 

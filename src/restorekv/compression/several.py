@@ -23,6 +23,7 @@ def ask_many(
     list, as `ask` gives them alone, whose options these are.
 
     The contexts may differ in all but the model and its chat template; one may come up more than once.
+    Raises RestoreKVError for what is no pair of a context and its questions.
     """
     decoding = Decoding.make(**options)
     asked = [(*pair, answers.listed(pair[1])) for pair in pairs_of(asked)]
