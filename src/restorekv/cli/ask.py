@@ -40,7 +40,7 @@ def run(
         raise RestoreKVError("A question is empty; ask something.")
     if max_new_tokens < 1:
         raise RestoreKVError(f"--max-new-tokens is a number of at least 1, not {max_new_tokens}.")
-    check_apart([json], (*files, sampling["json_schema"], sign_key))
+    check_apart([json], (*files, sampling["json_schema"], model, sign_key))
     decoding = options.Sampling(**sampling).decoding()
     compressed = open_documents(files, model, dtype, device, read_key(sign_key))
     start = time.perf_counter()

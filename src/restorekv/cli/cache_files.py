@@ -29,7 +29,7 @@ def append(
     sign_key: options.SignKey = None,
 ) -> None:
     one_of("--restore", restore, RESTORE)
-    check_apart([out], (file, text, sign_key))
+    check_apart([out], (file, text, model, sign_key))
     key, added = read_key(sign_key), read_text(text)
     (document,) = open_documents([file], model, dtype, device, key)
     with notes.status("appending"):
@@ -46,7 +46,7 @@ def compose(
     dtype: options.Dtype = "auto",
     sign_key: options.SignKey = None,
 ) -> None:
-    check_apart([out], (*files, sign_key))
+    check_apart([out], (*files, model, sign_key))
     key = read_key(sign_key)
     whole = compose_documents(open_documents(files, model, dtype, device, key))
     whole.save(out, key)
@@ -59,7 +59,7 @@ def export(
     model: options.OtherModel = None,
     sign_key: options.SignKey = None,
 ) -> None:
-    check_apart([out], (file, sign_key))
+    check_apart([out], (file, model, sign_key))
     key = read_key(sign_key)
     (document,) = open_documents([file], model, None, "cpu", key)
     portable = document.portable()

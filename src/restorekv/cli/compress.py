@@ -64,7 +64,7 @@ def run(
     if ray:
         raise RestoreKVError("--ray spreads the documents of a folder; leave it out for one text.")
     check_target(out)
-    check_apart((out, json), (file, sign_key))
+    check_apart((out, json), (file, model, sign_key))
     compress_file(file, out, recipe, json)
 
 

@@ -42,7 +42,7 @@ def train(
     **settings: Any,
 ) -> None:
     config = GateConfig(**settings)
-    check_apart([out], data)
+    check_apart([out], (*data, model))
     check_lengths(shortest, longest)
     folder = features or out.with_name(f"{out.name}.features")
     if folder.exists() and not folder.is_dir():
@@ -68,7 +68,7 @@ def convert(
     model: options.Model = "bundled",
     dtype: options.Dtype = "auto",
 ) -> None:
-    check_apart([out], [source])
+    check_apart([out], (source, model))
     loaded, _ = open_model(model, dtype)
     gate = convert_gate(source, loaded)
     gate_file.write(out, gate)

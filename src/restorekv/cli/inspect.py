@@ -41,7 +41,7 @@ def run(
 ) -> None:
     if plot:
         check_format(plot)
-    check_apart((plot, json), (file, sign_key))
+    check_apart((plot, json), (file, model, sign_key))
     survivors = Survivors.of_file(file, read_key(sign_key))
     tokenizer = find_tokenizer(survivors, model)
     if plot:
