@@ -110,7 +110,7 @@ def test_a_signal_ends_a_chat(world, moment, ending, code):
         time.sleep(0.5)  # a signal between the prompt and the system's call to read would wait for what is typed
         process.send_signal(ending)
         try:
-            _, told = process.communicate(timeout=20)
+            _, told = process.communicate(timeout=60)
         finally:
             process.kill()
     os.close(terminal)
