@@ -130,7 +130,7 @@ class Chat:
         """Does so without putting anything back."""
         document, ids, written = self.document, self.question_ids(question), []
         start, times = time.perf_counter(), []
-        tell_beyond(document.model, self.cache.get_seq_length() + len(ids) + limit, "The conversation")
+        tell_beyond(document.model, self.cache.get_seq_length() + len(ids), "The conversation")
         said = torch.cat([document.context.ids, torch.tensor([[*self.ids(), *ids]])], -1)
         rows = None if decoding.plain else [Row(decoding, document.tokenizer, said, decoding.seed, constraint)]
         batch = generate.padded(document.model, [self.cache], [torch.tensor(ids)])
@@ -143,6 +143,7 @@ class Chat:
                 yield token
 
         yield from pieces(document.tokenizer, tokens(), stops, decoding.stop)
+        tell_beyond(document.model, self.cache.get_seq_length(), "The conversation")
         answer = answer_of(document.tokenizer, written, stops, len(ids), rows and rows[0])
         if decoding.stop and (cut := first_stop(decoding.stop, document.tokenizer.decode(written))) is not None:
             kept = [n for n in range(1, len(written)) if len(document.tokenizer.decode(written[:n])) <= cut]
