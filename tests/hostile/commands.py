@@ -15,7 +15,6 @@ import signal
 import stat
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -62,9 +61,6 @@ def in_child(kind: Kind, words: Words, tmp: Path) -> Result:
         finally:
             os._exit(code)
     os.close(writer)
-    if kind.signal:
-        timer = threading.Timer(1.0, lambda: os.kill(child, kind.signal))
-        timer.start()
     end = time.monotonic() + SECONDS
     while not (done := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < end:
         time.sleep(0.02)
@@ -81,8 +77,12 @@ def run_here(kind: Kind, words: list[str], tmp: Path) -> int:
     import restorekv.train.loop as loop
     from restorekv.cli import main
 
-    if kind.signal:  # so that it comes in the middle
-        slow = lambda *_, **__: time.sleep(SECONDS)  # noqa: E731
+    if kind.signal:  # in the middle of the work, however slow the machine
+
+        def slow(*_: object, **__: object) -> None:
+            os.kill(os.getpid(), kind.signal)
+            time.sleep(SECONDS)
+
         compressor.prefill = loop.add_gradients = slow
     if kind.around:
         kind.around(tmp)
