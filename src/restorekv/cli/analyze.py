@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
 from restorekv import tasks
 from restorekv.cli import options
@@ -53,7 +52,7 @@ def run(
     if out.exists() and not out.is_dir():
         raise RestoreKVError(f"{out} is a file; give a folder.")
     quiet()
-    with notes.status(Text(f"loading {model}")):
+    with notes.status(f"loading {model}"):
         loaded, tokenizer = opened_model(model, dtype, device, rules.name)
     eviction = make_compressor(name, conventions)
     adapter = load_adapter(loaded, "auto" if source == SHIPPED else source, eviction, restore_tokens)

@@ -12,7 +12,6 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.text import Text
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -68,7 +67,7 @@ def run(
     start, model = time.perf_counter(), canonical(model)
     show = show_for(model)
     quiet()
-    with notes.status(Text(f"loading {model}")):
+    with notes.status(f"loading {model}"):
         loaded, tokenizer = opened_model(model, "auto", "cpu", "kvpress")  # stays open for the grid's cells
     sample = document(model, tokenizer)
     tokens, answers = side_by_side(loaded, tokenizer, sample, dict.fromkeys(show.evictors, "auto"), show.shown)

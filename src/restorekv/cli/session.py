@@ -12,6 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel, logging
@@ -33,6 +34,10 @@ class Terminal(Console):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(emoji=False, **settings)
+
+    def status(self, status: str, **settings: Any) -> Status:
+        """Shows a line while the block works, in which the names of files and models are no markup."""
+        return super().status(Text(status), **settings)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for text, style, control in super().render(renderable, options):
@@ -87,7 +92,7 @@ def open_model(
     """Calls `load_model` without the remarks that transformers prints."""
     check_dtype(dtype)
     quiet()
-    with notes.status(Text(f"loading {name}")):
+    with notes.status(f"loading {name}"):
         return load_model(name, dtype, device, rope)
 
 

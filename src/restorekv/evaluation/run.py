@@ -82,7 +82,6 @@ def cell_facts(worker: Worker, cell: Cell) -> dict:
         context, _ = worker.protocol.context(cell.model, worker.tokenizer, "any text")
         compressor = worker.protocol.adapted(make_compressor(cell.evictor, worker.conventions(cell)), context.prefix)
         name = compressor.identity(worker.model)
-    code = spec.code_of(type(benchmark))
     unit = "contexts" if benchmark.by_context(worker.protocol.name) else "questions"
     return {
         **provenance(worker.model, worker.conventions(cell)),
@@ -90,8 +89,8 @@ def cell_facts(worker: Worker, cell: Cell) -> dict:
         "adapter": adapter.identity() if adapter else None,
         "benchmark": {
             **benchmark.described(), "title": benchmark.title, "spec": benchmark.spec,
-            "samples": len(worker.samples), "digest": digest(worker.samples),
-            "questions": sum(len(sample.questions) for sample in worker.samples), **({"code": code} if code else {}),
+            "samples": len(worker.samples), "digest": digest(worker.samples) + spec.code_of(type(benchmark)),
+            "questions": sum(len(sample.questions) for sample in worker.samples),
         },
         "protocol": worker.protocol.described(cell.model, worker.tokenizer),
         "score": f"mean over tasks of the mean over {unit} x 100",

@@ -47,13 +47,13 @@ def pairs(run: Run) -> list[dict[str, float]]:
 def count(scores: Sequence[Mapping[str, float]]) -> str:
     """Says how many pairs improve, and how surely."""
     more = sum(score["gain"] > 0 for score in scores)
-    shown = [score for score in scores if score["contexts"] >= FEW]
-    sure = sum(score["gain_low"] > 0 for score in shown)
-    less = sum(score["gain_high"] < 0 for score in shown)
+    intervals = [found for score in scores if (found := bounds(score, "gain_"))[0] is not None]
+    sure = sum(low > 0 for low, _ in intervals)
+    less = sum(high < 0 for _, high in intervals)
     below = f"; {less} with one below zero" if less else "; none with one below zero"
-    few = f" {len(scores) - len(shown)} have fewer than {FEW} contexts, too few for an interval."
+    few = f" {len(scores) - len(intervals)} have fewer than {FEW} contexts, too few for an interval."
     told = f"{more} of {len(scores)} paired cells improve, {sure} of them with a 95 % interval above zero{below}."
-    return told + few * (len(shown) < len(scores))
+    return told + few * (len(intervals) < len(scores))
 
 
 def section(run: Run) -> list[Section]:
