@@ -1,4 +1,4 @@
-"""The shape of the source: imports go downwards only, files and functions stay short."""
+"""The shape of the source: imports go downwards only, and every file says what it is."""
 
 import ast
 import re
@@ -67,14 +67,9 @@ def test_the_package_is_seen_at_a_glance():
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_and_functions_are_short(path):
+def test_every_file_has_a_docstring(path):
     text = path.read_text()
-    tree = ast.parse(text)
-    assert len(text.splitlines()) <= 300
-    assert not text.strip() or ast.get_docstring(tree), "a file says what it computes"
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            assert node.end_lineno - node.lineno < 50, f"{node.name} is too long"
+    assert not text.strip() or ast.get_docstring(ast.parse(text)), "a file says what it computes"
 
 
 def test_tests_share_helpers_and_not_each_other():
