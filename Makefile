@@ -33,8 +33,11 @@ demo: venv
 test: venv
 	$(RUN) pytest -m "not slow"
 
+# Every test, in an order that changes with the date: what depends on another test, or on what the process did before,
+# shows itself. ORDER=20261123 repeats that day's order.
+ORDER ?= $(shell date +%Y%m%d)
 nightly: venv hostile
-	$(RUN) pytest
+	$(RUN) pytest -p randomly --randomly-seed=$(ORDER)
 
 # Strangers' files, threads, sudden death, bad commands, memory, the server: about two hours. docs/reliability.md has
 # the counts.

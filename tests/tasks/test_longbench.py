@@ -163,13 +163,6 @@ def score(task, prediction, *answers, **facts):
     return make("longbench").score(Question("0", task, "", answers, 1, facts=facts), prediction)
 
 
-def test_a_missing_library_is_told_before_anything_is_asked(unpacked, monkeypatch):
-    monkeypatch.setitem(sys.modules, "rouge", None)
-    assert samples(unpacked, "qasper")
-    with pytest.raises(RestoreKVError, match=r"needs the package rouge; install 'restorekv\[eval\]'"):
-        samples(unpacked, "qasper+qmsum")
-
-
 def test_the_best_reference_counts():
     assert score("qasper", "nine lamps", "Unanswerable", "nine lamps", "lamps") == 1
     assert score("qasper", "nine", "Unanswerable") == 0

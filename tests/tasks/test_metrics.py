@@ -1,5 +1,6 @@
 """LongBench's metrics on cases worked out by hand."""
 
+import random
 import sys
 
 import pytest
@@ -64,15 +65,46 @@ def test_rouge_l(prediction, reference, precision, recall):
     assert rouge_l(prediction, reference) == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("prediction", ["", "...", " ".join(map(str, range(1100)))])
-def test_rouge_l_is_zero_where_the_library_fails(prediction):
-    assert rouge_l(prediction, " ".join(map(str, range(1100)))) == 0
+@pytest.mark.parametrize("text", ["", "...", "."])
+def test_rouge_l_is_zero_for_a_text_without_a_sentence(text):
+    assert rouge_l(text, "the cat sat") == 0
+    assert rouge_l("the cat sat", text) == 0
 
 
-def test_rouge_l_tells_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "rouge", None)
-    with pytest.raises(RestoreKVError, match=r"needs the package rouge; install 'restorekv\[eval\]'"):
-        rouge_l("a", "b")
+def test_rouge_l_scores_long_sentences_whatever_the_recursion_limit():
+    """The library `rouge` recurses over the words of a sentence and fails at a depth that the process decides."""
+    words = [str(number) for number in range(3000)]
+    sentence = " ".join(words)
+    every_second = " ".join(words[::2])
+    precision, recall = 1.0, 0.5
+    expected = 2 * precision * recall / (precision + recall + 1e-8)
+    limit = sys.getrecursionlimit()
+    scores = []
+    try:
+        for depth in (limit, 100 * limit):
+            sys.setrecursionlimit(depth)
+            scores.append(rouge_l(every_second, sentence))
+    finally:
+        sys.setrecursionlimit(limit)
+    assert scores == [expected, expected]
+
+
+def test_rouge_l_equals_the_library_to_the_last_bit():
+    """Repeated words, empty sentences, odd spaces, and texts whose longest common subsequence is not unique."""
+    library = pytest.importorskip("rouge").Rouge(metrics=["rouge-l"], stats=["f"])
+    rng = random.Random(5)
+    pieces = ["a", "b", "c", "d", "e", "A", ".", ". ", " . ", "..", "\n", "\t", "  ", "中", "u.s."]
+    compared = 0
+    for _ in range(2000):
+        said, wanted = (" ".join(rng.choices(pieces, k=rng.randint(0, 30))) for _ in range(2))
+        try:
+            expected = library.get_scores([said], [wanted], avg=True)["rouge-l"]["f"]
+        except ValueError:  # a text without a sentence
+            expected = 0.0
+        else:
+            compared += 1
+        assert rouge_l(said, wanted) == expected, (said, wanted)
+    assert compared > 1500
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,7 @@ class SCBench(Benchmark):
 
     def samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
         """Yields the contexts of the tasks in the order in which the setting names them."""
-        optional("rouge", "eval")  # fails before the first answer, not after it
-        optional("nltk", "eval")
+        optional("nltk", "eval")  # fails before the first answer, not after it
         for task in self.tasks.split("+"):
             path = self.located(task)
             for index, row in enumerate(parquet_rows(path)):
