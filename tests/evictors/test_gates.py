@@ -91,7 +91,10 @@ def test_scores_are_the_formula(tiny_model, tmp_path, kind, chunk):
     found = observed(NAMES[kind] + path, tiny_model, context, chunk)
     wanted = exact(kind, layers, attention_inputs(tiny_model, context), CacheShape.of(tiny_model))[..., S:]
     assert found.shape == (3, 2, T) and found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-5)
+    # A score near zero is a difference of larger numbers, so its error is measured by the largest score; how large the
+    # error is depends on the processor's instructions.
+    scale = float(wanted.abs().max())
+    torch.testing.assert_close(found.double() / scale, wanted / scale, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", gate_file.KINDS)
