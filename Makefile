@@ -30,8 +30,10 @@ venv: $(VENV)/ready
 demo: venv
 	$(VENV)/bin/restorekv demo
 
+# In as many processes as there are cores to spare: JOBS=1 runs the tests one after the other.
+JOBS ?= 2
 test: venv
-	$(RUN) pytest -m "not slow"
+	$(RUN) pytest -m "not slow" -n $(JOBS)
 
 # Every test, in an order that changes with the date: what depends on another test, or on what the process did before,
 # shows itself. ORDER=20261123 repeats that day's order.

@@ -21,6 +21,7 @@ def test_a_small_run_adds_up():
     assert len(list(growing.tables(result))) == 2
 
 
+@pytest.mark.slow
 def test_composed_texts_are_asked_together():
     result = growing.run(Options("tiny", "bundled:count=2", "kvzip", "0.2", (), (), 2), lambda _: None)
     assert result["texts"] == 1 and "composed" in result["rows"]

@@ -29,8 +29,8 @@ def folder(tmp_path_factory):
     ("mode", "filled", "phases"),
     [
         ("plain", False, ["prefill", "score", "restore", "evict"]),
-        ("plain", True, ["fill", "score", "restore", "evict"]),
-        ("offload", False, ["prefill", "score", "restore", "evict"]),
+        pytest.param("plain", True, ["fill", "score", "restore", "evict"], marks=pytest.mark.slow),
+        pytest.param("offload", False, ["prefill", "score", "restore", "evict"], marks=pytest.mark.slow),
         ("offload", True, ["fill", "score", "restore", "evict"]),
         ("streaming", False, ["part"]),
     ],

@@ -9,6 +9,7 @@ from restorekv.evictors import EVICTORS
 from tests.helpers.shapes import TINY
 
 
+@pytest.mark.slow
 def test_every_method_is_measured():
     heard = []
     result = run(Options(tokens=96, shape=TINY, threads=torch.get_num_threads()), heard.append)

@@ -46,6 +46,7 @@ def shown(result: dict) -> str:
     return console.export_text()
 
 
+@pytest.mark.slow
 def test_our_side_alone():
     result = run(Options(tokens=[bench.WARM_UP], decode=4, threads=1, shape=TINY))
     (row,) = result["rows"]

@@ -60,7 +60,11 @@ def check_log(log: Path, kills: int) -> None:
 
 @pytest.mark.parametrize(
     ("start", "kills"),
-    [(child, KILLS[0]), (child, KILLS[1]), pytest.param(program, KILLS[2], marks=pytest.mark.slow)],
+    [
+        (child, KILLS[0]),
+        pytest.param(child, KILLS[1], marks=pytest.mark.slow),
+        pytest.param(program, KILLS[2], marks=pytest.mark.slow),
+    ],
 )
 def test_killed_again_and_again_and_resumed(uninterrupted, tmp_path, start, kills):
     folder, log = tmp_path / "run", tmp_path / "log"
@@ -70,6 +74,7 @@ def test_killed_again_and_again_and_resumed(uninterrupted, tmp_path, start, kill
     check_log(log, len(kills))
 
 
+@pytest.mark.slow
 def test_killed_before_anything_is_answered(uninterrupted, tmp_path):
     """Folders with cell.json alone, and none."""
     folder = tmp_path / "run"

@@ -39,6 +39,7 @@ def test_cached_equals_uncached(tiny_tokenizer, tmp_path, evictor, prefills):
     assert parts == {"scores": 5, "teacher": 5} | ({"prefill": 5} if prefills else {})
 
 
+@pytest.mark.slow
 def test_fifty_steps_from_the_cache_are_those_without_it(tmp_path):
     model, tokenizer = load_model("bundled")
     examples = bundled_examples(tokenizer, 3, 0, 100, 160)
