@@ -164,7 +164,7 @@ def test_a_source_may_be_any_local_format(kind, tmp_path, tiny_tokenizer):
         ("a.json", b'[{"text": "a"}, {"text": "b"}]'),
         ("a.json", b'{"text": "a"}\n{"text": "b"}\n'),
         ("a.jsonl", b'{"text": "a"}\n\n{"text": "b"}'),
-        ("a.json.gz", gzip.compress(b'{"text": "a"}\n{"text": "b"}\n')),
+        ("a.json.gz", gzip.compress(b'{"text": "a"}\n{"text": "b"}\n', mtime=0)),
     ],
 )
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
@@ -210,7 +210,11 @@ def test_a_dataset_of_the_hub_is_pinned_and_streamed(monkeypatch):
         ("a.json", b'[{"text": "a"},\n{"text": "\xe4"}]', r"a\.json, line 2 is not UTF-8"),
         ("a.json", b'{"text": "a"}\n{"text"', r"a\.json, line 2 is not JSON"),
         ("a.json", b"[" * 100_000, r"a\.json, line 1 is not JSON"),
-        ("a.json.gz", gzip.compress(b'{"text": "a"}\n' * 9)[:-9], r"a\.json\.gz is damaged \(.*\); fetch it again"),
+        (
+            "a.json.gz",
+            gzip.compress(b'{"text": "a"}\n' * 9, mtime=0)[:-9],
+            r"a\.json\.gz is damaged \(.*\); fetch it again",
+        ),
         ("a.json.gz", b"not packed", r"a\.json\.gz is damaged \(.*\); fetch it again"),
         ("a.parquet.gz", b"", r"a\.parquet\.gz is empty"),
         ("a.txt", b"a\xff\xfe\x00", r"a\.txt is not UTF-8 text \(byte 1\)"),
