@@ -5,6 +5,7 @@ and below (tests/helpers/exactness.py). docs/methods.md has the table; `--types 
 """
 
 import argparse
+import re
 import sys
 import warnings
 from collections import Counter
@@ -70,7 +71,7 @@ def judge_model(model: PreTrainedModel, seed: int = 0) -> tuple[str, str, list[s
 
 def reason(error: RestoreKVError) -> str:
     """Returns a sentence without the advice at its end and without the class's name at its start."""
-    sentence = str(error).partition(";")[0]
+    sentence = re.split(r";| \(|, where", str(error))[0]
     return sentence.split(" ", 1)[1]
 
 

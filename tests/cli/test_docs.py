@@ -16,7 +16,7 @@ from tests.helpers.cli_world import cli
 from tests.helpers.pages import ROOT, WRITTEN, Command, blocks, commands, prose
 
 README = ROOT / "README.md"
-SHORT = {README: 120}
+SHORT = {README: 120, ROOT / "docs" / "methods.md": 350}  # the latter has a row for every class of decoders
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
 EVERY = [(page, command) for page in WRITTEN for command in commands(page)]

@@ -28,7 +28,7 @@ class CacheShape:
         others = set(getattr(config, "layer_types", None) or ()) - SEEING_WHOLE
         if others:
             raise ModelError(
-                f"{config.model_type} has {', '.join(sorted(others))} layers; "
+                f"{config.model_type} has {min(others)} layers; "
                 "use a model in which every layer attends to the whole context."
             )
         try:
@@ -38,7 +38,7 @@ class CacheShape:
             return cls(config.num_hidden_layers, heads, queries // heads, head_dim, config.hidden_size)
         except Exception as error:  # no heads, or layers of different shapes; configs raise errors of their own
             raise ModelError(
-                f"{config.model_type} does not say how many heads of which size every layer has "
+                f"{config.model_type} does not say the size of every layer's heads "
                 f"({first_sentence(error)}); use a decoder with one kind of attention in all layers."
             ) from error
 

@@ -147,7 +147,7 @@ def check_layers(model: PreTrainedModel) -> None:
         return
     embeds = [path for path, module in model.named_modules() if is_table(path, module)]
     if embeds:
-        raise ModelError(f"{name_of(model)} has no RoPE: it adds positions to its embeddings ({embeds[0]}); {WHICH}.")
+        raise ModelError(f"{name_of(model)} has no RoPE: it adds positions to embeddings ({embeds[0]}); {WHICH}.")
     if any("alibi" in name for name in vars(sys.modules[type(model).__module__])):
         raise ModelError(f"{name_of(model)} is a class for ALiBi, not for RoPE alone; {WHICH}.")
     raise ModelError(f"{name_of(model)} has no decoder layers with a module 'self_attn' each; {WHICH}.")
@@ -193,7 +193,7 @@ def check_calls(model: PreTrainedModel, shape: CacheShape, record: Record, cache
     name = name_of(model)
     called = [getattr(call.module, "layer_idx", None) for call in record.calls]
     if called != list(range(shape.layers)) or len(cache.layers) != shape.layers:
-        why = "does not compute the attention of every layer through AttentionInterface"
+        why = "does not compute attention through AttentionInterface"
         if called and len(cache.layers) == shape.layers:
             why = f"calls its attention {len(called)} times for {shape.layers} layers"
         raise ModelError(f"{name} {why}; {WHICH}.")
@@ -201,9 +201,10 @@ def check_calls(model: PreTrainedModel, shape: CacheShape, record: Record, cache
     for call, layer in zip(record.calls, cache.layers, strict=True):
         shapes = [tuple(x.shape) for x in (call.key, call.value)]
         if shapes != [plain] * 2 or call.query.shape[1] != shape.heads * shape.groups:
+            (_, heads, _, size), (_, others, _, width) = shapes
             raise ModelError(
-                f"{name} computes with keys of shape {shapes[0][1:]} and values of shape {shapes[1][1:]}, where "
-                f"{plain[1:]} is expected, as models with latent attention or unequal layers do; {WHICH}."
+                f"{name} has {heads} key heads of {size} and {others} value heads of {width} numbers, where "
+                f"{shape.heads} of {shape.head_dim} are expected, as latent attention or unequal layers do; {WHICH}."
             )
         if not torch.equal(layer.keys, call.key) or not torch.equal(layer.values, call.value):
             raise ModelError(f"{name} attends to other keys or values than its cache holds; {WHICH}.")
@@ -247,7 +248,7 @@ def check_positions(model: PreTrainedModel, cache: DynamicCache) -> None:
     """Refuses positions in the embeddings: one token has one value in the first layer, wherever it is."""
     first, _, third, *_ = cache.layers[0].values[0].float().unbind(1)
     if not close(first, third, model.dtype, strict=True):
-        raise ModelError(f"{name_of(model)} has no RoPE: it adds positions to its embeddings or its values; {WHICH}.")
+        raise ModelError(f"{name_of(model)} has no RoPE: it adds positions to embeddings or values; {WHICH}.")
 
 
 def check_ragged(model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: DynamicCache, hidden: Tensor) -> None:
