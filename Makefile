@@ -41,13 +41,14 @@ ORDER ?= $(shell date +%Y%m%d)
 nightly: venv hostile
 	$(RUN) pytest -p randomly --randomly-seed=$(ORDER)
 
-# Strangers' files, threads, sudden death, bad commands, memory, the server: about two hours. docs/reliability.md has
+# Strangers' files, classes of models, threads, sudden death, bad commands, memory, the server: about two hours. docs/reliability.md has
 # the counts.
 SEED ?= 0
 hostile: venv
 	$(RUN) tests.hostile.files --count 10000 --seed $(SEED)
 	$(RUN) tests.hostile.files --count 1000 --seed $(SEED) --key
 	$(RUN) tests.hostile.others --count 3000 --seed $(SEED)
+	$(RUN) tests.hostile.models --count 600 --seed $(SEED)
 	$(RUN) tests.hostile.threads --minutes 10 --seed $(SEED)
 	$(RUN) tests.hostile.kill --seed $(SEED)
 	$(RUN) tests.hostile.commands --seed $(SEED)

@@ -4,7 +4,7 @@ from itertools import chain
 
 import pytest
 
-from tests.hostile import files, kill, others, threads, uploads
+from tests.hostile import files, kill, models, others, threads, uploads
 
 
 @pytest.mark.parametrize(("key", "seed"), [(None, 1), (files.KEY, 2)])
@@ -25,6 +25,13 @@ def test_harmed_adapters_gates_checkpoints_stores_data_and_grids():
     assert not failures
     assert len({kind for kind, _, _ in counts}) == len(others.KINDS)
     assert sum(number for (_, _, verdict), number in counts.items() if verdict == "refused") > 30
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_random_configs_of_decoders():
+    counts, failures = models.run(12, 2)
+    assert not failures
+    assert sum(counts.values()) == 12 and counts["not built"] < 6
 
 
 def test_uploads(tmp_path):

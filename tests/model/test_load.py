@@ -17,9 +17,10 @@ def test_shape(tiny_model):
     assert shape.head_dim == (16 if tiny_model.config.model_type == "qwen3" else 8)
 
 
-def test_sliding_windows_are_refused():
-    model = build_model("qwen3", use_sliding_window=True, sliding_window=16, max_window_layers=1)
-    with pytest.raises(ModelError, match="sliding_attention"):
+def test_layers_without_keys_and_values_are_refused():
+    model = build_model("qwen3")
+    model.config.layer_types = ["full_attention", "linear_attention", "full_attention"]
+    with pytest.raises(ModelError, match="linear_attention"):
         CacheShape.of(model)
 
 

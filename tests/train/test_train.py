@@ -11,8 +11,9 @@ from restorekv.compression.prepared import ScoredContext
 from restorekv.errors import AdapterError, RestoreKVError, RestoreKVWarning
 from restorekv.model import attention
 from restorekv.model.attention import cascade
-from restorekv.model.load import logits, longest
+from restorekv.model.load import longest
 from restorekv.model.prompt import default_between, make_context
+from restorekv.model.shape import logits
 from restorekv.train import checkpoint, tensor_file
 from restorekv.train import teacher as teacher_module
 from restorekv.train.checks import check

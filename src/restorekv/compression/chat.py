@@ -29,6 +29,7 @@ from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.files import has_type, read_json, write_json
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context, between_turns, check_question, encode, system_text, tell_beyond
+from restorekv.model.support import refuse_beyond
 
 if TYPE_CHECKING:
     from restorekv.compression.context import CompressedContext
@@ -131,6 +132,8 @@ class Chat:
         document, ids, written = self.document, self.question_ids(question), []
         start, times = time.perf_counter(), []
         tell_beyond(document.model, self.cache.get_seq_length() + len(ids), "The conversation")
+        ends = self.cache.get_seq_length() + len(ids) + limit
+        refuse_beyond(document.model, ends, "The conversation with the longest answer allowed")
         said = torch.cat([document.context.ids, torch.tensor([[*self.ids(), *ids]])], -1)
         rows = None if decoding.plain else [Row(decoding, document.tokenizer, said, decoding.seed, constraint)]
         batch = generate.padded(document.model, [self.cache], [torch.tensor(ids)])

@@ -28,7 +28,7 @@ from restorekv.compression.portable import Portable
 from restorekv.compression.prepared import CompressionConfig, Compressor
 from restorekv.compression.sampling import Decoding, DecodingOptions
 from restorekv.errors import CacheFileError, RestoreKVError, warn
-from restorekv.model import attention
+from restorekv.model import attention, support
 from restorekv.model.prompt import Context, encode, template_hash, token_ids
 from restorekv.restore.adapter import RestoreAdapter
 
@@ -224,7 +224,7 @@ class CompressedContext:
         """
         stored = file if isinstance(file, CacheFile) else context_file.read(file, key)
         check(stored, model, tokenizer)
-        attention.install(model)
+        support.install(model)
         return cls(model, tokenizer, stored.context, stored.cache(model.device), stored.manifest)
 
     def __repr__(self) -> str:

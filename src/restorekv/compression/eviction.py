@@ -30,7 +30,7 @@ from restorekv.compression.prepared import (
 )
 from restorekv.compression.streaming import StreamedContext, parts, read_part
 from restorekv.errors import AdapterError, RestoreKVError, warn
-from restorekv.model import attention
+from restorekv.model import support
 from restorekv.model.load import SHIPPING, canonical, model_fingerprint, model_name, shipped_path
 from restorekv.model.offload import offloaded
 from restorekv.model.prefill import prefill
@@ -112,7 +112,7 @@ class Eviction(Compressor):
             return StreamedContext(model, tokenizer, context, *how, tell)
         if offload and not self.evictor.offloads:
             raise RestoreKVError(f"{self.evictor.name} makes a full cache of its own in memory; leave out offload.")
-        attention.install(model)
+        support.install(model)
         seconds: dict[str, float] = {}
         into = offloaded(model, context.positions) if offload else None
         with torch.no_grad():

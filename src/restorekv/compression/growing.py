@@ -28,7 +28,7 @@ from restorekv.compression.portable import rotated
 from restorekv.compression.prepared import timed
 from restorekv.compression.streaming import Pairs, read_part, restore_pairs
 from restorekv.errors import BudgetError, RestoreKVError, one_of
-from restorekv.model import attention
+from restorekv.model import support
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context, tell_beyond
 from restorekv.model.shape import CacheShape
@@ -83,7 +83,7 @@ class Growth:
         if (again := evictor.latest(part)) >= self.ids.shape[-1]:
             kept = f"{evictor.spec} always keeps the latest {again} tokens"
             raise RestoreKVError(f"{kept}, and the new text has {self.ids.shape[-1]}; {self.more}.")
-        attention.install(self.model)
+        support.install(self.model)
         room, tokens, restored = self.room(), self.budget.restore_tokens, []
         reading, scores = read_part(self.model, self.tokenizer, evictor, part, self.opened(), self.seconds)
         if tokens and self.how.conventions.restore_from == "full":
@@ -183,7 +183,7 @@ def composed(model: PreTrainedModel, parts: Sequence[tuple[Context, RaggedCache]
         )
     whole = replace(first, ids=torch.cat([before[0], *(context.ids[:, prefix:] for context, _ in parts)], -1))
     tell_beyond(model, whole.positions, "The composed context")
-    attention.install(model)
+    support.install(model)
     layers = [composed_layer(model, parts, index, whole) for index in range(len(parts[0][1].layers))]
     return whole, RaggedCache(layers)
 

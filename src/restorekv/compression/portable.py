@@ -29,7 +29,7 @@ from restorekv.compression.chat import conversation_ids
 from restorekv.compression.context_checks import check_model, check_tensor, require
 from restorekv.compression.context_file import Manifest, read_sealed, refusing
 from restorekv.errors import CacheFileError, RestoreKVError, raised_as
-from restorekv.model import attention
+from restorekv.model import support
 from restorekv.model.prompt import Context
 from restorekv.model.shape import decoder
 
@@ -98,7 +98,7 @@ class Portable:
         self, model: PreTrainedModel, tokenizer: Tokenizer, questions: str | Sequence[str], max_new_tokens: int = 128
     ) -> str | list[str]:
         """Returns the answer to a question, or those to several, in batches, as `CompressedContext.ask` gives them."""
-        attention.install(model)
+        support.install(model)
         cache, several = RaggedCache.whole(self.cache()), [questions] if isinstance(questions, str) else questions
         said = answers.ask(model, tokenizer, self.context, cache, several, max_new_tokens)
         return said[0] if isinstance(questions, str) else said
@@ -135,6 +135,7 @@ def rotated(model: PreTrainedModel, keys: Tensor, positions: int) -> Tensor:
         )
     turned = turn(keys.double(), rotary.inv_freq.double() * positions)
     check_layout(model, rotary)
+    support.check_moves(model, lambda own, count: turn(own.double(), rotary.inv_freq.double() * count))
     return turned.to(keys.dtype)
 
 

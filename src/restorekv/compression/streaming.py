@@ -32,7 +32,7 @@ from restorekv.compression.budget import Budget
 from restorekv.compression.prepared import GONE, CompressionConfig, PreparedContext, Progress, Ratio, pin_prefix, timed
 from restorekv.errors import RestoreKVError, warn
 from restorekv.evictors import Evictor
-from restorekv.model import attention
+from restorekv.model import support
 from restorekv.model.observer import observe_layers
 from restorekv.model.prefill import prefill, read_only_view
 from restorekv.model.prompt import Context
@@ -121,7 +121,7 @@ class Stream:
     @torch.no_grad()
     def run(self) -> RaggedCache:
         """Returns the cache at the budget."""
-        attention.install(self.model)
+        support.install(self.model)
         shape, pieces = CacheShape.of(self.model), parts(self.source.evictor, self.context, self.source.streaming)
         size = shape.layers, shape.heads, self.context.positions
         self.scores = torch.full(size, GONE, device=self.model.device)

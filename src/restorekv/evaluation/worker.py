@@ -18,7 +18,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
 from restorekv.evaluation.fidelity import FullAnswers
 from restorekv.evaluation.grid import FULL, Cell, Job, grouped
-from restorekv.model import attention
+from restorekv.model import support
 from restorekv.model.load import load_model
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context
@@ -38,7 +38,7 @@ class Worker:
         first = job.first
         self.job, self.protocol, self.benchmark = job, protocols.make(first.protocol), tasks.make(first.benchmark)
         self.model, self.tokenizer = opened_model(first.model, first.dtype, device, first.protocol)
-        attention.install(self.model)
+        support.install(self.model)
         self.adapters = {cell: self.load(cell) for cell in job.cells}
         methods = {cell: self.compressor(cell) for cell in job.cells if cell.evictor != FULL}
         fixed = {method.conventions for method in methods.values() if not method.any_config}

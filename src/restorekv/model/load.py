@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.errors import ModelError, RestoreKVError, first_sentence, one_of
-from restorekv.model import attention, gguf
+from restorekv.model import attention, gguf, support
 from restorekv.model.shape import CacheShape
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -90,11 +90,12 @@ def load_model(
         raise
     except Exception as error:  # transformers raises many kinds: missing, damaged, unreachable, unknown
         raise unloadable(name, error) from error
-    CacheShape.of(model)
+    model.to(device).eval().requires_grad_(False)
+    support.install(model)
     model.config.name_or_path = source.name
     if source.weights:
         WEIGHTS[model] = source.weights
-    return model.to(device).eval().requires_grad_(False), tokenizer
+    return model, tokenizer
 
 
 def check_dtype(name: str | torch.dtype) -> None:
@@ -217,15 +218,6 @@ def usable_device(device: str | torch.device) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
         raise ModelError(f"There is no device {str(device)!r} here; use cpu or one that PyTorch has.") from error
     return known
-
-
-def logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """Last hidden states (..., d) -> logits (..., V), scaled and capped as Granite, Cohere and Gemma do."""
-    config = model.config.get_text_config()
-    scores = model.get_output_embeddings()(hidden)
-    scores = scores * (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
-    cap = getattr(config, "final_logit_softcapping", None)
-    return torch.tanh(scores / cap) * cap if cap else scores
 
 
 def longest(config: PretrainedConfig) -> int:

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.errors import RestoreKVError, one_of, warn
 from restorekv.model.load import longest
+from restorekv.model.support import refuse_beyond, support_of
 from restorekv.model.tokenize import check_unicode, control_tokens, refuse, text_ids
 
 SEPARATOR = "<restorekv-separator>"
@@ -94,7 +95,7 @@ def fit(model: PreTrainedModel, context: Context, too_long: str = "refuse", offs
     "refuse" raises RestoreKVError instead of cutting. An `offset` moves the question by so many positions.
     """
     one_of("max_context", too_long, TOO_LONG)
-    limit = longest(model.config)
+    limit = usable_positions(model)
     most = limit - min(ROOM, limit // 4) - offset - context.prefix - context.suffix.shape[-1]
     over = context.tokens - most
     if over <= 0:
@@ -102,6 +103,11 @@ def fit(model: PreTrainedModel, context: Context, too_long: str = "refuse", offs
     if most < 1:
         raise RestoreKVError(f"The model's {limit:,} positions have no room for a text; use a smaller offset.")
     if too_long == "refuse":
+        if limit < longest(model.config):
+            raise RestoreKVError(
+                f"The context has {context.tokens:,} tokens, and {support_of(model).beyond}, which have room for "
+                f"{most:,} and a question; shorten it, cut its end (--max-context cut) or use another model."
+            )
         raise RestoreKVError(
             f"The context has {context.tokens:,} tokens, and the model's {limit:,} positions have room for {most:,} "
             "and a question; shorten it, cut its end (--max-context cut) or stretch the model's RoPE (--yarn 2)."
@@ -109,8 +115,14 @@ def fit(model: PreTrainedModel, context: Context, too_long: str = "refuse", offs
     return replace(context, ids=context.ids[:, : context.prefix + most]), over
 
 
+def usable_positions(model: PreTrainedModel) -> int:
+    """Returns how many positions the model was made for and sees whole (support.py)."""
+    return min(longest(model.config), support_of(model).positions)
+
+
 def tell_beyond(model: PreTrainedModel, positions: int, what: str) -> None:
-    """Warns where `what` needs more positions than the model has."""
+    """Refuses `what` where the model would see it otherwise (support.py); warns where it is beyond its positions."""
+    refuse_beyond(model, positions, what)
     if positions > (limit := longest(model.config)):
         warn(f"{what} reaches beyond the model's {limit:,} positions; expect bad answers, or shorten it.")
 

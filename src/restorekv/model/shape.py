@@ -2,10 +2,14 @@
 
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from restorekv.errors import ModelError
+from restorekv.errors import ModelError, first_sentence
+
+# Kinds of layers that see a whole text, the latter two up to the length of a window; support.py finds out which.
+SEEING_WHOLE = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 @dataclass(frozen=True)
@@ -21,22 +25,34 @@ class CacheShape:
     @classmethod
     def of(cls, model: PreTrainedModel) -> "CacheShape":
         config = model.config.get_text_config()
-        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-        if kinds != {"full_attention"}:
+        others = set(getattr(config, "layer_types", None) or ()) - SEEING_WHOLE
+        if others:
             raise ModelError(
-                f"{config.model_type} has {', '.join(sorted(kinds - {'full_attention'}))} layers; "
+                f"{config.model_type} has {min(others)} layers; "
                 "use a model in which every layer attends to the whole context."
             )
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        return cls(
-            layers=config.num_hidden_layers,
-            heads=heads,
-            groups=config.num_attention_heads // heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            hidden=config.hidden_size,
-        )
+        try:
+            queries = int(config.num_attention_heads)
+            heads = int(getattr(config, "num_key_value_heads", None) or queries)
+            head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // queries)
+            return cls(config.num_hidden_layers, heads, queries // heads, head_dim, config.hidden_size)
+        except Exception as error:  # no heads, or layers of different shapes; configs raise errors of their own
+            raise ModelError(
+                f"{config.model_type} does not say the size of every layer's heads "
+                f"({first_sentence(error)}); use a decoder with one kind of attention in all layers."
+            ) from error
 
 
 def decoder(model: PreTrainedModel) -> nn.Module:
     """Returns the backbone, which outputs hidden states and skips the LM head."""
-    return model.get_decoder()
+    found = model.get_decoder()
+    return found if hasattr(found, "layers") else getattr(found, "model", found)  # Llama 4 returns itself
+
+
+def logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """Last hidden states (..., d) -> logits (..., V), scaled and capped as Granite, Cohere and Gemma do."""
+    config = model.config.get_text_config()
+    scores = model.get_output_embeddings()(hidden)
+    scores = scores * (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
+    cap = getattr(config, "final_logit_softcapping", None)
+    return torch.tanh(scores / cap) * cap if cap else scores

@@ -23,6 +23,7 @@ from restorekv.errors import AdapterError, shown, warn
 from restorekv.model import base_weights
 from restorekv.model.load import NAMES, hub_name, model_name
 from restorekv.model.shape import CacheShape, decoder
+from restorekv.model.support import refuse_beyond
 from restorekv.restore import adapter_file, publish
 from restorekv.restore.adapter_file import Card, Stored, plain
 from restorekv.restore.lora import NAME, build, check_fit
@@ -156,6 +157,7 @@ class RestoreAdapter(nn.Module):
         `full` is a dense cache of S + T columns or an evicted one. Gradients reach E and LoRA.
         """
         first, embeddings = full.get_seq_length(), self.embeddings[:count].to(self.model.dtype)
+        refuse_beyond(self.model, first + len(embeddings), "The text with its restore tokens")
         positions = torch.arange(first, first + len(embeddings), device=embeddings.device)
         decoder(self.adapted)(
             inputs_embeds=embeddings[None], position_ids=positions[None], past_key_values=full, use_cache=True

@@ -28,8 +28,8 @@ from restorekv.compression.compressor import compress
 from restorekv.compression.context import CompressedContext
 from restorekv.compression.sampling import Row
 from restorekv.errors import CacheFileError, RestoreKVError
-from restorekv.model.load import longest, model_fingerprint
-from restorekv.model.prompt import template_hash
+from restorekv.model.load import model_fingerprint
+from restorekv.model.prompt import template_hash, usable_positions
 from restorekv.serve import kept
 from restorekv.serve.documents import check_size
 from restorekv.serve.engine import AwayError, Content, Document, Question, Reply, passing
@@ -191,7 +191,7 @@ class Caches:
         """Compresses a text; loads a cache file from a path."""
         if isinstance(content, Path):
             return CompressedContext.load(content, self.model, self.tokenizer)
-        check_size(content, self.tokenizer, longest(self.model.config))
+        check_size(content, self.tokenizer, usable_positions(self.model))
         try:
             made = compress(self.model, self.tokenizer, content, progress=lambda name: self.on_phase(key, name),
                             **variant.options, **self.more)  # fmt: skip

@@ -22,8 +22,8 @@ from restorekv.compression.context import CompressedContext
 from restorekv.compression.sampling import rows_of
 from restorekv.compression.several import compose
 from restorekv.errors import RestoreKVError
-from restorekv.model.load import longest
 from restorekv.model.observer import HOOKS
+from restorekv.model.prompt import usable_positions
 from restorekv.model.shape import decoder
 from restorekv.serve.caches import ENDING, Asked, Caches
 from restorekv.serve.documents import check_size
@@ -131,7 +131,7 @@ class Embedded(Caches):
     def asked(self, question: Question) -> AskedHere:
         """Returns the question with its documents as one, the ids that the model reads, and seeds for its answers."""
         started, contexts = time.perf_counter(), [self.context(each) for each in question.documents]
-        whole, most = compose(contexts) if len(contexts) > 1 else contexts[0], longest(self.model.config)
+        whole, most = compose(contexts) if len(contexts) > 1 else contexts[0], usable_positions(self.model)
         said = "".join((question.system, question.text, *(text for turn in question.turns for text in turn)))
         check_size(said, self.tokenizer, most)
         prompt = conversation_ids(self.tokenizer, whole.context, question.turns, question.text, question.system)

@@ -7,8 +7,8 @@ import torch
 from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import RestoreKVError
 from restorekv.model import attention
-from restorekv.model.load import logits
 from restorekv.model.prefill import read_only_view
+from restorekv.model.shape import logits
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.examples import StepSample
 from restorekv.train.loss import answer_pass, divergence, from_hidden

@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.data.files import values
 from restorekv.data.mixture import read_mixture, record
 from restorekv.errors import RestoreKVError, warn
-from restorekv.model.load import longest
-from restorekv.model.prompt import default_between, encode, make_context
+from restorekv.model.prompt import default_between, encode, make_context, usable_positions
 from restorekv.model.shape import decoder
 from restorekv.restore.model_card import KNOWN, identifier
 from restorekv.tiny.suite import documents
@@ -198,7 +197,7 @@ def check_lengths(model: PreTrainedModel, tokenizer: Tokenizer, examples: list[E
     Warns where fewer than n restore tokens fit into the lowest ratio. A backbone that is spread over processes needs
     a restore token at every ratio: without one there is no backward pass, and the others would wait for its shards.
     """
-    limit, few, conventions = longest(model.config), 0, config.eviction().conventions
+    limit, few, conventions = usable_positions(model), 0, config.eviction().conventions
     ratio = config.ratio_min if is_spread(decoder(model)) else config.ratio_max
     for example in examples:
         context = make_context(tokenizer, example.context)

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import evictors
 from restorekv.errors import RestoreKVError
-from restorekv.model import attention
+from restorekv.model import support
 from restorekv.model.load import model_fingerprint
 from restorekv.model.observer import LayerView, observe_layers
 from restorekv.model.prefill import prefill
@@ -72,7 +72,7 @@ def collect(
     if folder.is_dir() and any(folder.glob("*.safetensors")) and not resume:
         raise RestoreKVError(f"{folder} holds features already; use them with --resume or name another --features.")
     folder.mkdir(parents=True, exist_ok=True)
-    attention.install(model)
+    support.install(model)
     shape = CacheShape.of(model)
     facts = [model_fingerprint(model), str(model.dtype), target, tokens, seed]
     parts = []

@@ -11,8 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from restorekv.cache.ragged import RaggedCache
-from restorekv.model.load import logits
-from restorekv.model.shape import decoder
+from restorekv.model.shape import decoder, logits
 
 Direction = Literal["symmetric", "forward", "reverse"]
 Reduction = Literal["mean", "sum"]

@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.generate import BATCH, answer_ids, stop_ids
 from restorekv.compression.prepared import ScoredContext
-from restorekv.model.load import logits
 from restorekv.model.prompt import encode, question_ids
+from restorekv.model.shape import logits
 from restorekv.train.examples import Example
 from restorekv.train.loss import States, answer_pass
 

@@ -22,7 +22,7 @@ from restorekv.compression.generate import stop_ids
 from restorekv.compression.prepared import ScoredContext
 from restorekv.data.manifest import tokenizer_hash
 from restorekv.errors import RestoreKVError, warn
-from restorekv.model import attention
+from restorekv.model import support
 from restorekv.model.load import model_fingerprint, rope_fingerprint
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context, make_context, question_ids, template_hash
@@ -107,7 +107,7 @@ class TeacherCache:
         self.store_prefill = store_prefill
         self.store = None if store is None else Store(store, facts(model, tokenizer))
         self.kept: dict[int, tuple[ScoredContext, list[TeacherTarget]]] = {}
-        attention.install(model)
+        support.install(model)
 
     @torch.no_grad()
     def __getitem__(self, index: int) -> tuple[ScoredContext, list[TeacherTarget]]:

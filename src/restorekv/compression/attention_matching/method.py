@@ -33,7 +33,7 @@ from restorekv.compression.allocate import GLOBAL, UNIFORM, HeadShares, read_sha
 from restorekv.compression.attention_matching.matching import Targets, fit, observe
 from restorekv.compression.prepared import CompressionConfig, Compressor, Progress, Ratio, ScoredContext, timed
 from restorekv.errors import AdapterError, RestoreKVError
-from restorekv.model import attention
+from restorekv.model import support
 from restorekv.model.observer import LayerView, observe_layers
 from restorekv.model.prefill import CHUNK, prefill
 from restorekv.model.prompt import Context, encode, make_context
@@ -94,7 +94,7 @@ class AttentionMatching(Compressor):
         if offload:
             raise RestoreKVError("am-fast fits a cache to a full one in memory; leave out offload.")
         tell = progress or (lambda phase: None)
-        attention.install(model)
+        support.install(model)
         shape = CacheShape.of(model)
         conventions = replace(self.conventions, allocation=HeadShares.of(self.heads, shape.layers, shape.heads))
         if isinstance(context, str):

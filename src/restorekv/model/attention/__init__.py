@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from restorekv.cache.multi_context import MultiContextLayer
 from restorekv.cache.ragged import RaggedLayer
@@ -37,6 +37,7 @@ WORKSPACE = 16 << 20  # bytes of a layer that may be copied at once: joined for 
 
 _callback: ContextVar[Callback | None] = ContextVar("callback", default=None)
 _backend: ContextVar[str | None] = ContextVar("backend", default=None)
+_inspectors: ContextVar[tuple[Callable, Callable] | None] = ContextVar("inspectors", default=None)
 _open: list[str] = []  # open blocks of `observing` and `using` in all threads
 
 
@@ -57,6 +58,16 @@ def using(backend: str) -> Iterator[None]:
     if backend not in BACKENDS:
         raise RestoreKVError(f"There is no attention backend {backend!r} here; use one of {', '.join(BACKENDS)}.")
     with setting(_backend, backend):
+        yield
+
+
+@contextmanager
+def inspecting(on_call: Callable[..., object], on_mask: Callable[[Tensor, Callable], object]) -> Iterator[None]:
+    """Shows every call of `attend` and every mask that transformers makes, with the function it is made from.
+
+    on_call(module, query, key, value, mask, scale, options) is called before a layer's attention.
+    """
+    with setting(_inspectors, (on_call, on_mask)):
         yield
 
 
@@ -119,6 +130,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """query (B, H*G, Q, D) -> (B, Q, H*G, D), with the signature of transformers' AttentionInterface."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if (inspectors := current(_inspectors)) is not None:
+        inspectors[0](module, query, key, value, attention_mask, scale, kwargs)
     if isinstance(key, MultiContextLayer):
         parts = key.split(query, attention_mask)
         return torch.cat([attend(module, rows, own, own, mask, scaling=scale)[0] for own, rows, mask in parts]), None
@@ -128,6 +141,11 @@ def attend(
         if result is not None and not ragged:
             return result, None
     if ragged:
+        window = kwargs.get("sliding_window")
+        if window is not None and attention_mask is None and key.get_seq_length() > window:
+            raise ModelError(  # model.generate over a fork comes here; the package's own loops refuse before
+                f"The model sees at most {window:,} positions, and the cache has {key.get_seq_length():,}; ask less."
+            )
         grouped = query.unflatten(1, (key.heads, -1))
         layer = stored.unpacked(key) if unpacks(key) else key
         result = choose(grouped, layer)(grouped, layer, attention_mask, scale)
@@ -159,5 +177,14 @@ def install(model: PreTrainedModel) -> None:
         ) from error
 
 
+def make_mask(*args: object, **options: object) -> Tensor | None:
+    """Returns what transformers' mask for SDPA is; while somebody inspects, plain causal masks are made too."""
+    if (inspectors := current(_inspectors)) is None:
+        return sdpa_mask(*args, **options)
+    mask = sdpa_mask(*args, **{**options, "allow_is_causal_skip": False})
+    inspectors[1](mask, options.get("mask_function", causal_mask_function))
+    return mask
+
+
 AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionMaskInterface.register(NAME, make_mask)

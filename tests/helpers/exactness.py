@@ -1,0 +1,150 @@
+"""Compares answers over a compressed cache with what transformers computes for the same ids.
+
+With ratio 1 nothing is lost, so logits and greedy tokens have to be those of the plain model. Below 1 the oracle is the
+plain model with its class's own eager attention, where a mask for every layer and head hides the dropped pairs.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from restorekv.compression import generate
+from restorekv.compression.eviction import Eviction
+from restorekv.errors import RestoreKVError
+from restorekv.model.prompt import Context
+from restorekv.model.shape import decoder
+from tests.helpers.models import build_tokenizer
+
+PREFIX = 3  # tokens of a chat prefix
+TOLERANCE = 2e-3  # relative to the largest logit, in float32; a wrong pair moves logits by tenths
+TOKENIZER = build_tokenizer()
+
+
+def random_ids(count: int, seed: int = 0) -> Tensor:
+    """Returns ids (1, count) without control tokens."""
+    return torch.randint(3, 256, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+def plain_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Returns a copy that RestoreKV never touches."""
+    return copy.deepcopy(model)
+
+
+@torch.no_grad()
+def compare(
+    model: PreTrainedModel, text: int, question: int, answer: int, ratios: tuple[float, ...] = (1,), seed: int = 0
+) -> list[str]:
+    """Returns what differs between RestoreKV and transformers, as sentences; raises what RestoreKV raises.
+
+    Args:
+        text: Tokens of the text, the prefix included.
+        question: Tokens of the question.
+        answer: Tokens of the answer.
+        ratios: Shares of the pairs to keep.
+    """
+    plain = plain_copy(model)
+    ids = random_ids(text + question, seed)
+    context = Context(ids[:, :text], PREFIX, ids[:, :0])
+    prepared = Eviction.make("random").prepare(model, TOKENIZER, context)
+    problems = []
+    for ratio in ratios:
+        cache = prepared.evict(ratio)
+        asked = ids[:, text:]
+        positions = torch.arange(text, text + question)[None]
+        own = model(input_ids=asked, position_ids=positions, past_key_values=cache.fork(), use_cache=True).logits
+        keep = cache.kept(text)
+        expected = plain(input_ids=ids).logits if ratio == 1 else oracle(plain, ids, keep)
+        problems += differences(f"logits at ratio {ratio}", own, expected[:, text:])
+        written = generate.answer_ids(model, TOKENIZER, cache, [asked], answer)[0].tolist()
+        wanted = greedy_ids(plain, ids, answer, None if ratio == 1 else keep)
+        if written != wanted[: len(written)] or len(written) < min(answer, len(wanted)):
+            problems.append(f"the answer at ratio {ratio} is {written}, not {wanted}")
+    return problems
+
+
+def differences(what: str, own: Tensor, expected: Tensor) -> list[str]:
+    """Returns a sentence where two tensors of logits differ."""
+    size = expected.abs().max().clamp(min=1e-6)
+    difference = ((own - expected).abs().max() / size).item()
+    return [] if difference <= TOLERANCE else [f"{what} differ by {difference:.2g} of the largest"]
+
+
+def greedy_ids(plain: PreTrainedModel, ids: Tensor, count: int, keep: Tensor | None) -> list[int]:
+    """Returns the likeliest `count` ids after `ids`, each from a pass over everything before it."""
+    if keep is None:
+        stop = TOKENIZER.eos_token_id
+        result = plain.generate(ids, max_new_tokens=count, do_sample=False, eos_token_id=stop, pad_token_id=0)
+        return result[0, ids.shape[1] :].tolist()
+    written = []
+    for _ in range(count):
+        written.append(int(oracle(plain, ids, keep)[0, -1].argmax()))
+        ids = torch.cat([ids, torch.tensor([written[-1:]])], -1)
+        if written[-1] == TOKENIZER.eos_token_id:
+            break
+    return written
+
+
+def oracle(plain: PreTrainedModel, ids: Tensor, keep: Tensor) -> Tensor:
+    """Returns the logits of a dense pass in which tokens after the text see the pairs in `keep` (L, H, T) alone."""
+    text = keep.shape[-1]
+    total = ids.shape[-1]
+    causal = torch.ones(total, total, dtype=torch.bool).tril()
+    plain.set_attn_implementation("eager")
+    with masked(plain, lambda layer, heads: hidden(causal, keep[layer], text, heads)):
+        return plain(input_ids=ids).logits
+
+
+def hidden(causal: Tensor, keep: Tensor, text: int, heads: int) -> Tensor:
+    """Returns what eager attention adds to the logits of one layer: (1, H * G, Q, K) float32."""
+    visible = causal.expand(heads, -1, -1).clone()
+    visible[:, text:, :text] &= keep.repeat_interleave(heads // len(keep), 0)[:, None]
+    return torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)[None]
+
+
+@contextmanager
+def masked(plain: PreTrainedModel, mask_of: Callable[[int, int], Tensor]) -> Iterator[None]:
+    """Gives every attention layer the mask `mask_of(layer, query heads)` in the block."""
+    heads = plain.config.get_text_config().num_attention_heads
+
+    def replace_mask(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        assert "attention_mask" in kwargs
+        return args, kwargs | {"attention_mask": mask_of(module.layer_idx, heads)}
+
+    layers = decoder(plain).layers
+    handles = [layer.self_attn.register_forward_pre_hook(replace_mask, with_kwargs=True) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def answered_beyond(model: PreTrainedModel, limit: int, question: int, answer: int) -> list[str]:
+    """Returns what is answered although it needs one position more than `limit`: texts, questions and answers."""
+    ids = random_ids(limit + 1)
+    text = limit - question - answer
+    empty = ids[:, :0]
+    calls: dict[str, Callable[[], object]] = {}
+    eviction = Eviction.make("random")
+    calls["a longer text"] = lambda: eviction.prepare(model, TOKENIZER, Context(ids, PREFIX, empty))
+    if text > PREFIX:
+        prepared = eviction.prepare(model, TOKENIZER, Context(ids[:, :text], PREFIX, empty))
+        cache = prepared.evict(1)
+        asked = ids[:, text : text + question]
+        longer = ids[:, text : text + question + 1]
+        calls["a longer question"] = lambda: generate.answer_ids(model, TOKENIZER, cache, [longer], answer)
+        calls["a longer answer"] = lambda: generate.answer_ids(model, TOKENIZER, cache, [asked], answer + 1)
+    return [what for what, call in calls.items() if not refuses(call)]
+
+
+def refuses(call: Callable[[], object]) -> bool:
+    """Returns whether a call raises a sentence."""
+    try:
+        call()
+    except RestoreKVError:
+        return True
+    return False

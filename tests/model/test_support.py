@@ -1,0 +1,235 @@
+"""Every decoder class is refused with a sentence, or answers as transformers does beyond every length it mentions."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import LlamaConfig, MistralConfig
+
+from restorekv import compress, load_model
+from restorekv.cli import execute
+from restorekv.compression.eviction import Eviction
+from restorekv.compression.portable import rotated
+from restorekv.errors import ModelError, RestoreKVError
+from restorekv.model import support
+from restorekv.model.prompt import Context, usable_positions
+from restorekv.restore.adapter import RestoreAdapter
+from tests import families
+from tests.helpers import decoders, exactness
+from tests.helpers.models import build_tokenizer
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "methods.md"
+# Every class with a window that its config names, and one class of every other way of computing.
+SAMPLE = (
+    "mistral", "mixtral", "phi3", "phimoe", "starcoder2", "ministral3", "moshi", "gemma3_text", "cohere2", "olmo3",
+    "llama4_text", "exaone4", "qwen3", "smollm3", "glm", "granite", "gemma2", "gpt_oss", "gpt2", "bloom", "falcon",
+    "gpt_neox", "opt", "deepseek_v3", "mamba", "diffllama", "mimo_v2_flash", "gemma4_text", "qwen3_next",
+)  # fmt: skip
+ROPES = {
+    "linear": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 40},
+    "llama3": {"factor": 4.0, "original_max_position_embeddings": 40, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "longrope": {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "factor": 2.0,
+                 "original_max_position_embeddings": 56},
+}  # fmt: skip
+LIMITS = {"dynamic": decoders.POSITIONS - 1, "longrope": 56}  # where keys that are cached change
+
+
+def rows_of_page():
+    """The page's version of transformers and its rows, by model type."""
+    text = PAGE.read_text()
+    version = re.search(r"transformers (\d+\.\d+\.\d+): \d+ ", text)[1]
+    rows = {line.split("`")[1]: line for line in text.splitlines() if re.match(r"\| `[\w-]+` \| \w+ \| ", line)}
+    return version, rows
+
+
+def check_family(kind):
+    row, problems = families.judge(kind)
+    assert not problems
+    version, rows = rows_of_page()
+    if transformers.__version__ == version:
+        assert families.table([row]).splitlines()[-1] == rows[kind]
+    return row
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", SAMPLE)
+def test_a_class_is_right_or_refused(kind):
+    if kind not in decoders.causal_types():
+        pytest.skip("this transformers does not have it")
+    check_family(kind)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", sorted(set(decoders.causal_types()) - set(SAMPLE)))
+def test_every_other_class_is_right_or_refused(kind):
+    check_family(kind)
+
+
+def test_the_page_has_every_class_of_its_version():
+    version, rows = rows_of_page()
+    if transformers.__version__ != version:
+        pytest.skip(f"the page is about transformers {version}")
+    assert sorted(rows) == decoders.causal_types()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ROPES)
+def test_kinds_of_rope(kind):
+    rope = {"rope_type": kind, "rope_theta": 10000.0, **ROPES[kind]}
+    model = decoders.build("llama", rope_parameters=rope)
+    assert support.support_of(model).positions == LIMITS.get(kind, support.UNLIMITED)
+    outcome, why, problems = families.judge_model(model)
+    assert not problems
+    assert outcome == (families.WINDOWED if kind in LIMITS else families.USED)
+    assert ("RoPE changes the keys" in why) == (kind in LIMITS)
+
+
+def with_eager(monkeypatch, change):
+    """A Llama whose eager attention is changed, as in a class of its own."""
+    module = sys.modules["transformers.models.llama.modeling_llama"]
+    monkeypatch.setattr(module, "eager_attention_forward", change(module.eager_attention_forward))
+    monkeypatch.setattr(support, "_known", {})
+    return decoders.build("llama")
+
+
+def test_sinks_that_only_the_class_knows_are_seen(monkeypatch):
+    def change(own):
+        def with_sink(module, query, key, value, mask, **options):
+            output, weights = own(module, query, key, value, mask, **options)
+            return output * 0.9, weights  # a sink takes a tenth
+
+        return with_sink
+
+    with pytest.raises(ModelError, match="in a way of its own, such as with sinks"):
+        support.support_of(with_eager(monkeypatch, change))
+
+
+def test_a_class_that_breaks_over_a_ragged_layer_gets_a_sentence(monkeypatch):
+    module = sys.modules["transformers.models.llama.modeling_llama"]
+    monkeypatch.setattr(support, "_known", {})
+    own = module.LlamaAttention.forward
+
+    def forward(self, hidden_states, past_key_values=None, **options):
+        if past_key_values is not None and past_key_values.get_seq_length(self.layer_idx):
+            past_key_values.layers[self.layer_idx].keys.no_such_thing  # noqa: B018
+        return own(self, hidden_states, past_key_values=past_key_values, **options)
+
+    monkeypatch.setattr(module.LlamaAttention, "forward", forward)
+    with pytest.raises(ModelError, match=r"does not run over a compressed cache.*no_such_thing"):
+        support.support_of(decoders.build("llama"))
+
+
+def test_a_model_is_asked_once(monkeypatch):
+    monkeypatch.setattr(support, "_known", {})
+    probes = []
+    own = support.probe
+    monkeypatch.setattr(support, "probe", lambda model: probes.append(model) or own(model))
+    for seed in range(3):
+        support.support_of(decoders.build("llama", seed))
+    assert len(probes) == 1
+    support.support_of(decoders.build("llama", num_hidden_layers=2))
+    assert len(probes) == 2
+    for _ in range(2):
+        with pytest.raises(ModelError, match="softcap"):
+            support.support_of(decoders.build("gemma2"))
+    assert len(probes) == 3
+
+
+WINDOW = 300
+
+
+@pytest.fixture(scope="module")
+def mistral():
+    """A Mistral with a window of 300 tokens, and its tokenizer."""
+    return decoders.build("mistral", sliding_window=WINDOW, max_position_embeddings=4096), build_tokenizer()
+
+
+def test_the_window_bounds_whatever_a_query_would_see(mistral):
+    model, tokenizer = mistral
+    assert usable_positions(model) == WINDOW
+    ids = exactness.random_ids(400)[0].tolist()
+    with pytest.raises(RestoreKVError, match=r"400 tokens, and layers see at most 300 positions.*--max-context cut"):
+        compress(model, tokenizer, ids, adapter=None)
+    cut = compress(model, tokenizer, ids, adapter=None, max_context="cut", evictor="random")
+    assert cut.context.positions < WINDOW and cut.manifest.cut
+    small = compress(model, tokenizer, ids[:150], adapter=None, evictor="random", ratio=0.5)
+    beyond = "needs .* positions, and layers see at most 300 positions of MistralForCausalLM"
+    with pytest.raises(RestoreKVError, match=f"longest answer allowed {beyond}"):
+        small.ask("what?")  # 128 tokens unless told otherwise
+    assert isinstance(small.ask("what?", max_new_tokens=8), str)
+    with pytest.raises(RestoreKVError, match=beyond):
+        small.append(ids[:200])
+    chat = small.chat()
+    with pytest.raises(RestoreKVError, match=beyond):
+        chat.ask("what?", max_new_tokens=200)
+    assert not chat.turns
+    chat.ask("what?", max_new_tokens=8)
+    with pytest.raises(RestoreKVError, match="sees at most 300 positions"):
+        small.generate("what?", max_new_tokens=200, eos_token_id=-1)
+    adapter = RestoreAdapter.create(model, 140, rank=1, targets=("q_proj",))
+    with pytest.raises(RestoreKVError, match=f"with its restore tokens {beyond}"):
+        compress(model, tokenizer, ids[:190], adapter=adapter, evictor="random", ratio=1)
+
+
+def test_layers_without_rope_keep_keys_from_being_moved():
+    plain, mixed = (decoders.build(kind, num_hidden_layers=4) for kind in ("llama", "smollm3"))
+    keys = torch.randn(1, decoders.KV_HEADS, 5, decoders.HEAD_DIM)
+    assert rotated(plain, keys, 7).shape == keys.shape
+    with pytest.raises(RestoreKVError, match="layers that do not rotate keys"):
+        rotated(mixed, keys, 7)
+
+
+def test_queries_scaled_by_position_keep_keys_from_being_moved():
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 40}
+    config = {"sliding_window": None, "rope_parameters": {**rope, "llama_4_scaling_beta": 0.3}}
+    if "ministral3" not in decoders.causal_types():
+        pytest.skip("this transformers does not have it")
+    model = decoders.build("ministral3", **config)
+    with pytest.raises(RestoreKVError, match="queries by RoPE alone"):
+        rotated(model, torch.randn(1, decoders.KV_HEADS, 5, decoders.HEAD_DIM), 7)
+
+
+def saved(model, folder):
+    model.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def test_commands_say_one_sentence(tmp_path, capsys, mistral):
+    text = tmp_path / "long.txt"
+    text.write_text("the code of the red house is seven. " * 40)
+    folder = saved(mistral[0], tmp_path / "mistral")
+    assert execute(["compress", str(text), "--model", folder, "-o", str(tmp_path / "x.rkv")]) != 0
+    error = capsys.readouterr().err
+    assert "layers see at most 300 positions" in error.replace("\n", " ") and "Traceback" not in error
+    assert not (tmp_path / "x.rkv").exists()
+    folder = saved(decoders.build("gpt2"), tmp_path / "gpt2")
+    assert execute(["compress", str(text), "--model", folder, "-o", str(tmp_path / "x.rkv")]) != 0
+    assert "GPT2LMHeadModel has no RoPE" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_load_model_refuses_and_accepts_by_what_is_computed(tmp_path):
+    with pytest.raises(ModelError, match="softcap"):
+        load_model(saved(decoders.build("gemma2"), tmp_path / "gemma2"))
+    model, _ = load_model(saved(decoders.build("mistral"), tmp_path / "mistral"))
+    assert usable_positions(model) == decoders.WINDOW
+
+
+def test_a_context_as_long_as_the_window_is_exact():
+    """What the mask function says is what attention does: at the limit nothing is hidden, one position later it is."""
+    for config in (MistralConfig, LlamaConfig):
+        kind = config.model_type
+        model = decoders.build(kind)
+        limit = min(usable_positions(model), decoders.WINDOW)
+        ids = exactness.random_ids(limit)
+        prepared = Eviction.make("random").prepare(model, build_tokenizer(), Context(ids[:, :-1], 2, ids[:, :0]))
+        plain = exactness.plain_copy(model)
+        own = model(input_ids=ids[:, -1:], position_ids=torch.tensor([[limit - 1]]),
+                    past_key_values=prepared.evict(1).fork(), use_cache=True).logits  # fmt: skip
+        assert torch.allclose(own, plain(input_ids=ids).logits[:, -1:], atol=1e-3 * float(own.abs().max()))
