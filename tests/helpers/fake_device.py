@@ -45,7 +45,7 @@ class Recorder(TorchDispatchMode):
 
 
 class FakeGraph:
-    """A CUDAGraph; `skipped` and `frozen` are ways in which one could be wrong."""
+    """A CUDAGraph; `captured` counts those of a test."""
 
     captured = 0
 
@@ -55,7 +55,7 @@ class FakeGraph:
     def replay(self) -> None:
         for function, args, kwargs, made in self.calls:
             again = function(*args, **kwargs)
-            olds, news = ([x] if isinstance(x, Tensor) else list(x or ()) for x in (made, again))
+            olds, news = (list(x) if isinstance(x, list | tuple) else [x] for x in (made, again))
             for old, new in zip(olds, news, strict=True):
                 if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)

@@ -146,6 +146,6 @@ def allowed(dtype: torch.dtype) -> float:
 def register_all(make_steps: MakeSteps, padded: Padded) -> None:
     """Makes the component known."""
     register(Component(
-        "graph", "Steps of fixed work, on a GPU as CUDA graphs", "Steps are computed one by one, more slowly",
+        "graph", "Decoding with CUDA graphs", "Steps are computed one by one, more slowly",
         everywhere, partial(measure_steps, make_steps, padded),
     ))  # fmt: skip

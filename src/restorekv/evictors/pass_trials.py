@@ -8,7 +8,7 @@ one column each, at the edges of tiles and of that softmax.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
 

@@ -23,7 +23,8 @@ from restorekv.cache.multi_context import MultiContextLayer
 from restorekv.cache.quantized import Packed
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.errors import ModelError, RestoreKVError
-from restorekv.model.attention import cascade, frozen, naive, proofs, stored, tiles, trials
+from restorekv.model.attention import cascade, frozen, naive, proofs, stored, tiles
+from restorekv.model.attention import trials as _trials  # noqa: F401  (registers what has to prove itself)
 
 try:
     from restorekv.model.attention import triton_attend

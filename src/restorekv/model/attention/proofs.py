@@ -377,5 +377,3 @@ def code_digest() -> str:
         digest.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0")
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
-
-

@@ -36,10 +36,10 @@ Attend = Callable[[Tensor, RaggedLayer, Tensor | None, float], Tensor]
 
 @dataclass(frozen=True)
 class Trial:
-    """B questions of Q tokens each over a context, with a tail of `tail` columns that begins a buffer with `spare` more.
+    """B questions of Q tokens each over a context, with a tail of `tail` columns, which starts a buffer.
 
-    With `masked`, questions are padded on the left behind the first column; with `fixed` the mask also hides the spare
-    columns, as for steps of fixed work. `first` is where in LENGTHS the first head starts, or None for empty heads.
+    With `masked`, questions are padded on the left after the first column. The buffer has `spare` more columns, which a
+    `fixed` tail shows and its mask hides, as for steps of fixed work. `first` is where in LENGTHS the first head starts, or None for empty heads.
     """
 
     name: str
@@ -60,6 +60,8 @@ TRIALS = (
     Trial("long questions, padded", batch=2, queries=33, tail=66, first=7, masked=True),
     Trial("a step of fixed work", batch=2, queries=1, tail=20, first=4, masked=True, spare=30, fixed=True),
     Trial("empty heads", batch=2, queries=2, tail=6, first=None, masked=True),
+    Trial("one long question, padded, with a bias", batch=1, queries=12, tail=82, first=2, masked=True, bias=True),
+    Trial("several short questions with a bias", batch=4, queries=3, tail=5, first=5, bias=True),
 )
 
 
