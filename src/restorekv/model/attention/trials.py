@@ -39,8 +39,8 @@ class Trial:
     """B questions of Q tokens each over a context, with a tail of `tail` columns, which starts a buffer.
 
     With `masked`, questions are padded on the left after the first column. The buffer has `spare` more columns, which a
-    `fixed` tail shows and its mask hides, as for steps of fixed work. `first` is where in LENGTHS the first head starts, or None
-    for empty heads.
+    `fixed` tail shows and its mask hides, as for steps of fixed work. `first` is where in LENGTHS the first head
+    starts, or None for empty heads.
     """
 
     name: str
