@@ -52,6 +52,7 @@ hostile: venv
 	$(RUN) tests.hostile.threads --minutes 10 --seed $(SEED)
 	$(RUN) tests.hostile.kill --seed $(SEED)
 	$(RUN) tests.hostile.commands --seed $(SEED)
+	$(RUN) tests.hostile.kernels --count 300 --seed $(SEED)
 	$(RUN) tests.hostile.memory --count 300
 	$(RUN) tests.hostile.memory --turns 1000
 	$(RUN) tests.hostile.serve --questions 1000 --kills 25 --seed $(SEED)

@@ -125,6 +125,15 @@ def alive(process: int) -> bool:
     return True
 
 
+def cache_folder() -> Path | None:
+    """Returns where prepared models and proofs are kept, or None without a home folder."""
+    own, general = os.environ.get("RESTOREKV_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(own or Path(general or "~/.cache") / "restorekv").expanduser()
+    except RuntimeError:
+        return None
+
+
 def write_json(path: Path, content: object) -> None:
     """Writes indented UTF-8 JSON."""
     with writing(path), replacing(path) as temporary:

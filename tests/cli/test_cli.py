@@ -43,7 +43,7 @@ def test_help_lists_the_commands_without_loading_pytorch():
 
 def test_help_groups_the_commands_by_what_they_are_for():
     panels = {
-        "Use": "compress ask chat append compose serve inspect export verify demo",
+        "Use": "compress ask chat append compose serve inspect export verify doctor demo",
         "Measure": "eval report analyze",
     }
     panels["Train"] = "data train train-gate convert-gate push"

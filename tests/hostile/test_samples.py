@@ -4,7 +4,7 @@ from itertools import chain
 
 import pytest
 
-from tests.hostile import files, kill, models, others, threads, uploads
+from tests.hostile import files, kernels, kill, models, others, threads, uploads
 
 
 @pytest.mark.parametrize(("key", "seed"), [(None, 1), (files.KEY, 2)])
@@ -44,3 +44,11 @@ def test_sudden_death():
     counts, failures = kill.run(["save"], 2, 1, disks=1)
     assert not failures
     assert counts["save", "moment", "right"] == 2
+
+
+def test_broken_kernels():
+    counts, failures = kernels.run(20, 3)
+    assert not failures
+    assert sum(number for (_, verdict), number in counts.items() if verdict == "caught") > 8
+    _, failures = kernels.harm_files(200, 1)
+    assert not failures

@@ -51,6 +51,11 @@ class Packed:
     def __len__(self) -> int:
         return len(self.codes)
 
+    def to(self, device: torch.device) -> Packed:
+        """Returns the same rows on a device."""
+        starts = None if self.starts is None else self.starts.to(device)
+        return Packed(self.codes.to(device), self.scales.to(device), starts, self.dtype)
+
     def __getitem__(self, rows: slice) -> Tensor:
         """Returns (n, D) in `dtype`."""
         return self.rows(rows, self.dtype)

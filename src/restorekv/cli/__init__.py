@@ -39,6 +39,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {  # name: module, help, panel of `restor
     "inspect": ("restorekv.cli.inspect", "Show which tokens a cache file keeps, and in which heads.", USE),
     "export": ("restorekv.cli.cache_files:export", "Turn a cache file into a plain prefix for other engines.", USE),
     "verify": ("restorekv.cli.verify", "Say of files whether they can be trusted to load, and what they are.", USE),
+    "doctor": ("restorekv.cli.doctor", "Check what this machine computes, and show what is used on it.", USE),
     "demo": ("restorekv.cli.demo", "Compare a full cache with small ones on SmolLM2 and short stories.", USE),
     "eval": ("restorekv.cli.eval", "Score evictors on benchmarks, with and without restoring.", MEASURE),
     "report": ("restorekv.cli.eval:report", "Write the results of a folder as one page of tables and charts.", MEASURE),

@@ -30,6 +30,7 @@ from restorekv.compression.eviction import load_adapter, make_compressor
 from restorekv.compression.prepared import CompressionConfig, Compressor, PreparedContext, Progress, RestoreFrom, timed
 from restorekv.errors import BudgetError, RestoreKVError
 from restorekv.files import TEXT_LIMIT, read_bytes
+from restorekv.model import attention
 from restorekv.model.load import model_fingerprint, model_name, rope_fingerprint
 from restorekv.model.offload import trim_heap
 from restorekv.model.prompt import Context, default_between, fit, make_context, system_text, template_hash
@@ -85,7 +86,7 @@ def compress(
             progress("evict")
         cache, seconds = prepared.evict_timed(budget, consume=True)
         with timed(seconds, "evict"):
-            cache.store(storage)
+            attention.store(cache, storage, CacheShape.of(model).groups)
         seconds = prepared.seconds | seconds
         manifest = describe(tokenizer, chosen, prepared, budget, cache, seconds, storage, cut, system)
     del prepared  # and what is left of the full cache

@@ -30,6 +30,7 @@ from restorekv.compression.sampling import Decoding, DecodingOptions
 from restorekv.errors import CacheFileError, RestoreKVError, warn
 from restorekv.model import attention, support
 from restorekv.model.prompt import Context, encode, template_hash, token_ids
+from restorekv.model.shape import CacheShape
 from restorekv.restore.adapter import RestoreAdapter
 
 
@@ -135,7 +136,7 @@ class CompressedContext:
         growth = Growth(self.model, self.tokenizer, self.context, self.cache, how, restore, *size, more)
         cache = growth.run()
         context = growth.whole if between is None else replace(growth.whole, between=between)
-        cache.store(m.storage)
+        attention.store(cache, m.storage, CacheShape.of(self.model).groups)
         seconds = {name: round(value, 4) for name, value in growth.seconds.items()}
         manifest = m.of_other(
             context, cache, seconds=seconds, parts=[*(m.parts or [m.tokens]), ids.shape[-1]], earlier=growth.carried,

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -19,14 +20,20 @@ from transformers.cache_utils import Cache
 
 from restorekv.cache.multi_context import forked
 from restorekv.cache.ragged import RaggedCache
+from restorekv.compression import step_trials
 from restorekv.compression.sampling import Row
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, first_sentence, warn
+from restorekv.model.attention import proofs
 from restorekv.model.attention.naive import causal
 from restorekv.model.prompt import tell_beyond
+from restorekv.model.shape import CacheShape
 
 BATCH = 16
 CANCELLED: ContextVar[threading.Event | None] = ContextVar("cancelled", default=None)  # of the task that asks
 T = TypeVar("T")
+CHECKED_REPLAYS = 2  # of a model's first graph: a second one shows whether positions and masks have moved
+GRAPHED: WeakSet[PreTrainedModel] = WeakSet()  # models whose replays were right
+NEVER_GRAPHED: WeakSet[PreTrainedModel] = WeakSet()  # models that cannot be captured, or whose replays were wrong
 
 
 def answer_ids(
@@ -130,6 +137,8 @@ def decode(
         if not going:
             return
         if graph and not steps:
+            graph = can_graph(model, ids.device)
+        if graph and not steps:
             steps = Steps(model, cache, ids, positions[:, -1:] + 1, visible, max(limits))
         elif not steps:
             if len(going) < len(running):
@@ -139,6 +148,14 @@ def decode(
             positions, visible = positions[:, -1:] + 1, torch.nn.functional.pad(visible, (0, 1), value=True)
             mask = visible[:, None, None] if hides else None
         running = [running[place] for place in going]
+
+
+def can_graph(model: PreTrainedModel, device: torch.device) -> bool:
+    """Returns whether steps of fixed work have proven themselves on a device."""
+    if not proofs.needed(device):
+        return True
+    shape = CacheShape.of(model)
+    return proofs.is_proven("graph", device, shape.heads, shape.groups, shape.head_dim, model.dtype)
 
 
 def padded(model: PreTrainedModel, caches: Sequence[RaggedCache], prompts: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -188,15 +205,19 @@ class Steps:
 
     Ids, positions, mask and the place in the tails are tensors on the device, which a step reads and advances; tails
     are buffers of one size, and the mask hides what is not written yet. Rows that have ended continue with the others.
-    On a GPU the second step is captured as a CUDA graph and later ones replay it.
+    On a GPU the second step is captured as a CUDA graph and later ones replay it. The first replays of a model are
+    compared with steps that are computed as usual; a model that cannot be captured, or whose replays differ, gets such
+    steps only.
 
     The tails of `cache` hold the questions; `ids` (B, 1) at `positions` (B, 1) come next; `visible` (B, columns) bool
-    marks what each row sees of the tails.
+    marks what each row sees of the tails. `strict` raises what a capture raises and compares nothing, for a trial that
+    compares every step itself.
     """
 
     def __init__(
-        self, model: PreTrainedModel, cache: Cache, ids: Tensor, positions: Tensor, visible: Tensor, count: int
-    ) -> None:
+        self, model: PreTrainedModel, cache: Cache, ids: Tensor, positions: Tensor, visible: Tensor, count: int,
+        strict: bool = False,
+    ) -> None:  # fmt: skip
         self.model, self.cache, self.graph, self.taken = model, cache, None, 0
         self.moved, self.width = torch.zeros((), dtype=torch.long, device=ids.device), visible.shape[1]
         for layer in cache.layers:
@@ -204,14 +225,16 @@ class Steps:
         self.ids, self.positions = ids.clone(), positions.clone()
         self.visible = torch.nn.functional.pad(visible, (0, count), value=False)
         self.last = last_of(ids)
+        self.logits = None  # (B, V) of the latest step; a replay writes to the same memory
+        self.can_capture = records(ids.device) and model not in NEVER_GRAPHED
+        self.unchecked = 0 if strict or model in GRAPHED else CHECKED_REPLAYS
+        self.strict = strict
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
         """Returns the likeliest next ids (B, 1), in a tensor that the next step overwrites."""
-        if self.graph is not None:
-            self.graph.replay()
-        elif self.taken and self.ids.is_cuda:
-            self.capture()
+        if self.taken and self.can_capture:
+            self.replay()
         else:
             self.step()
         self.taken += 1
@@ -224,19 +247,81 @@ class Steps:
             input_ids=self.ids, attention_mask=self.visible[:, None, None], position_ids=self.positions,
             past_key_values=self.cache, use_cache=True, logits_to_keep=self.last,
         )  # fmt: skip
-        self.ids.copy_(output.logits[:, -1].max(-1, keepdim=True).indices)
+        self.logits = output.logits[:, -1]
+        self.ids.copy_(self.logits.max(-1, keepdim=True).indices)
         self.positions += 1
         self.moved += 1
 
-    def capture(self) -> None:
-        """Captures a step, once the first one has compiled and allocated everything, and replays it: this step."""
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+    def replay(self) -> None:
+        """Decodes one token of every row with the graph, which is captured first if need be, and checked at first."""
+        try:
+            if self.graph is None:
+                self.capture()
+        except Exception as error:  # what a capture cannot hold differs from model to model
+            if self.strict:
+                raise
+            self.give_up(f"its steps cannot be captured ({type(error).__name__}: {first_sentence(error)})")
             self.step()
+            return
+        if not self.unchecked:
+            self.graph.replay()
+            return
+        before = [x.clone() for x in self.state()]
+        graphed = self.logits  # of the capture; a usual step will put other memory in its place
         self.graph.replay()
+        found, ids = graphed.clone(), self.ids.clone()
+        for state, value in zip(self.state(), before, strict=True):
+            state.copy_(value)
+        self.step()
+        error = step_trials.distance(found, self.logits)
+        if not error <= step_trials.allowed(self.logits.dtype) or not chosen_alike(found, ids):
+            self.give_up(f"a replay's logits are off by {error:.1e} of the highest")
+            return
+        self.logits = graphed
+        self.unchecked -= 1
+        if not self.unchecked:
+            GRAPHED.add(self.model)
+
+    def state(self) -> tuple[Tensor, ...]:
+        """Returns what a step advances; it also writes a column of the tails, which a second step writes again."""
+        return self.ids, self.positions, self.visible, self.moved
+
+    def capture(self) -> None:
+        """Captures a step, once the first one has compiled and allocated everything; nothing is computed."""
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.ids.device)
+        try:
+            # Work of other threads must not end the capture; checks of theirs would.
+            with proofs.exclusive(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self.step()
+        except BaseException:
+            torch.cuda.set_stream(stream)  # a capture that fails leaves its own stream in place
+            raise
+        self.graph = graph
+
+    def give_up(self, reason: str) -> None:
+        """Computes all further steps of this model as usual."""
+        self.graph, self.can_capture = None, False
+        NEVER_GRAPHED.add(self.model)
+        warn(
+            f"{type(self.model).__name__} is not run as a CUDA graph on {proofs.describe(self.ids.device)}: {reason}. "
+            f"Steps are computed one by one, more slowly. Please {proofs.REPORT}."
+        )
+
+
+def records(device: torch.device) -> bool:
+    """Returns whether steps can be captured as a CUDA graph there."""
+    return device.type == "cuda"
+
+
+def chosen_alike(logits: Tensor, ids: Tensor) -> bool:
+    """Returns whether ids (B, 1) have the highest of the logits (B, V)."""
+    return bool((logits.gather(-1, ids) == logits.amax(-1, keepdim=True)).all())
 
 
 def last_of(ids: Tensor) -> Tensor | int:
     """Returns `logits_to_keep` for the last token. On a CPU it is an index: 1 makes a strided slice, with which the LM
     head is fifty times slower in bfloat16. An index would have to be copied to a GPU in every step."""
     return torch.tensor([ids.shape[1] - 1]) if ids.device.type == "cpu" else 1
+
+
+step_trials.register_all(Steps, padded)

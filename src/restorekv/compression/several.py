@@ -12,7 +12,9 @@ from restorekv.compression.context import CompressedContext
 from restorekv.compression.growing import composed
 from restorekv.compression.sampling import Decoding, DecodingOptions
 from restorekv.errors import RestoreKVError
+from restorekv.model import attention
 from restorekv.model.prompt import template_hash
+from restorekv.model.shape import CacheShape
 
 
 def ask_many(
@@ -67,7 +69,7 @@ def compose(contexts: Sequence[CompressedContext]) -> CompressedContext:
         if any(getattr(record, name) != getattr(records[0], name) for record in records):
             raise RestoreKVError(f"The contexts differ in {name}; compress them alike to compose them.")
     context, cache = composed(first.model, [(each.context, each.cache) for each in contexts])
-    cache.store(records[0].storage)
+    attention.store(cache, records[0].storage, CacheShape.of(first.model).groups)
     ratio = sum(Fraction(m.ratio) * m.tokens for m in records) / context.tokens
     seconds = {"compose": round(time.perf_counter() - start, 4)}
     manifest = records[0].of_other(

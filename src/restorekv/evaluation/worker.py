@@ -117,7 +117,7 @@ class Worker:
                     if cell.storage != "model":
                         with timed(seconds, "evict"):
                             cache = plain.fork()
-                            cache.store(cell.storage)
+                            attention.store(cache, cell.storage, CacheShape.of(view.model).groups)
                     yield cell, view, cache, seconds
                     seconds = {}
 

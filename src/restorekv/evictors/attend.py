@@ -1,9 +1,15 @@
-"""Causal attention weights in blocks of rows, for scorers that reduce them: a whole Q x K matrix never exists."""
+"""Causal attention weights in blocks of rows, for scorers that reduce them: a whole Q x K matrix never exists.
 
-from collections.abc import Iterator
+On a device that is not a CPU, code that computes them answers only after it has proven itself there (proofs.py).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+
+from restorekv.evictors import pass_trials
+from restorekv.model.attention import blocked, naive, proofs
 
 try:
     from restorekv.evictors import triton_maxima
@@ -35,10 +41,35 @@ def attention_blocks(query: Tensor, key: Tensor, block: int = BLOCK) -> Iterator
 
 
 def on_gpu(query: Tensor) -> bool:
-    """Returns whether triton_maxima.py is installed and can take this query; otherwise attention/blocked.py is used."""
-    return triton_maxima is not None and triton_maxima.usable(query)
+    """Returns whether triton_maxima.py is installed, can take this query (H, G, Q, D) and has proven itself there.
+
+    Otherwise `attend_pass` is used.
+    """
+    return triton_maxima is not None and triton_maxima.usable(query) and proofs.is_proven("maxima", *proof_key(query))
+
+
+def attend_pass(
+    query: Tensor,
+    own: blocked.Pairs,
+    cached: Callable[[int], blocked.Pairs],
+    scale: float,
+    inside: Sequence[slice],
+    on_weights: blocked.OnWeights,
+) -> Tensor:
+    """Returns the attention of a pass, whose weights `on_weights` gets; the arguments are those of blocked.attend."""
+    proven = not proofs.needed(query.device) or proofs.is_proven("blocked", *proof_key(query))
+    attend = blocked.attend if proven else naive.attend_pass
+    return attend(query, own, cached, scale, inside, on_weights)
+
+
+def proof_key(query: Tensor) -> tuple[torch.device, int, int, int, torch.dtype]:
+    """query (H, G, Q, D) -> what a proof has to hold for, as `proofs.is_proven` takes it."""
+    return query.device, query.shape[0], query.shape[1], query.shape[3], query.dtype
 
 
 def over_groups(values: Tensor, reduction: str) -> Tensor:
     """Reduces (H, G, ...) to (H, ...) by the "max" or "mean" over the query heads that share a KV head."""
     return values.amax(1) if reduction == "max" else values.mean(1)
+
+
+pass_trials.register_all(triton_maxima)

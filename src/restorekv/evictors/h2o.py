@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from restorekv.errors import RestoreKVError
-from restorekv.evictors.attend import REDUCTIONS, on_gpu, over_groups, triton_maxima
+from restorekv.evictors.attend import REDUCTIONS, attend_pass, on_gpu, over_groups, triton_maxima
 from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer
-from restorekv.model.attention import blocked
 from restorekv.model.observer import LayerView
 from restorekv.model.shape import CacheShape
 
@@ -53,7 +52,7 @@ class ColumnMaxima:
             best = self.best[view.layer, head, :, : before + high]
             torch.maximum(best, weights.amax(1), out=best)
 
-        return blocked.attend(
+        return attend_pass(
             view.query, own, lambda head: tuple(x[head] for x in cached), view.scale, [slice(0, before)], on_weights
         )
 

@@ -20,9 +20,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from restorekv.cache.ragged import RaggedLayer
 from restorekv.errors import RestoreKVError
-from restorekv.evictors.attend import on_gpu, triton_maxima
+from restorekv.evictors.attend import attend_pass, on_gpu, triton_maxima
 from restorekv.evictors.base import Cache, Context, Evictor, Model, Tokenizer
-from restorekv.model.attention import blocked
 from restorekv.model.observer import LayerView, observe_layers
 from restorekv.model.prefill import query_only_view
 from restorekv.model.prompt import encode
@@ -122,7 +121,7 @@ def column_maxima(
         torch.maximum(best[head], columns.amax(1), out=best[head])
 
     inside = [slice(0, sinks), slice(start, end)]
-    return best, blocked.attend(view.query, own, lambda head: pairs(cached, head), view.scale, inside, on_weights)
+    return best, attend_pass(view.query, own, lambda head: pairs(cached, head), view.scale, inside, on_weights)
 
 
 def pairs(cached: CacheLayerMixin, head: int) -> tuple[Tensor, Tensor]:

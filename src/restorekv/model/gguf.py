@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, logging
 
 from restorekv.errors import ModelError, first_sentence, warn
-from restorekv.files import HOST, locked, sweep
+from restorekv.files import HOST, cache_folder, locked, sweep
 from restorekv.model import gguf_tokenizer
 from restorekv.seal import file_digest
 
@@ -105,15 +105,6 @@ def prepared(file: Path, name: str) -> Path:
 def description(folder: Path) -> str:
     """Returns the quantization of the GGUF file that a folder was made from, such as "GGUF Q4_1"."""
     return json.loads((folder / MARKER).read_text(encoding="utf-8"))["weights"]
-
-
-def cache_folder() -> Path | None:
-    """Returns where prepared models are kept, or None without a home folder."""
-    own, general = os.environ.get("RESTOREKV_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    try:
-        return Path(own or Path(general or "~/.cache") / "restorekv").expanduser()
-    except RuntimeError:
-        return None
 
 
 def writable(root: Path) -> bool:

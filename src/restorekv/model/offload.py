@@ -8,6 +8,9 @@ On a GPU, they are in the host's pinned memory. Reading a layer's keys or values
 second stream starts to copy the next layer, so that the device holds two layers, or three while a pass joins one with
 its own pairs. transformers' own offloading (DynamicCache(offloading=True), 5.2 to 5.23) moves a layer there and back
 whenever pairs are added, and leaves it on the host for other readers such as scores.
+
+Each store proves itself on the first use of a device (offload_trials.py). A device on which copies on a second stream
+go wrong gets pageable memory and copies that are waited for, and one where these go wrong too a full cache of its own.
 """
 
 from __future__ import annotations
@@ -23,20 +26,42 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from restorekv.errors import RestoreKVError
+from restorekv.model import offload_trials
+from restorekv.model.attention import proofs
 from restorekv.model.shape import CacheShape
 
 Pair = tuple[Tensor, Tensor]  # keys and values (1, H, length, D)
 
 
 def offloaded(model: PreTrainedModel, columns: int) -> Cache:
-    """Returns an empty cache with room for S + T columns."""
+    """Returns an empty cache with room for S + T columns; it offloads nothing where no store has proven itself."""
     shape = CacheShape.of(model)
-    kind = FileStore if model.device.type == "cpu" else HostStore
-    store = kind(shape.layers, (shape.heads, columns, shape.head_dim), model.dtype, model.device)
-    return Cache(layers=store.layers)
+    size = shape.layers, (shape.heads, columns, shape.head_dim), model.dtype, model.device
+    if not proofs.needed(model.device):
+        return Cache(layers=make_store(*size).layers)
+    key = model.device, shape.heads, shape.groups, shape.head_dim, model.dtype
+    if uses_streams(model.device) and proofs.is_proven("offload", *key):
+        return Cache(layers=make_store(*size).layers)
+    if proofs.is_proven("offload-plain", *key):
+        return Cache(layers=make_store(*size, streams=False).layers)
+    return DynamicCache()
+
+
+def make_store(
+    count: int, size: tuple[int, int, int], dtype: torch.dtype, device: torch.device, streams: bool = True
+) -> OffloadStore:
+    """Returns the store for a device: files for a CPU, else the host's memory, with a second stream if there is one."""
+    if not proofs.needed(device):
+        return FileStore(count, size, dtype, device)
+    return HostStore(count, size, dtype, device, streams)
+
+
+def uses_streams(device: torch.device) -> bool:
+    """Returns whether copies can run on a second stream, from pinned memory."""
+    return device.type == "cuda"
 
 
 class OffloadedLayer(DynamicLayer):
@@ -165,12 +190,15 @@ class FileStore(OffloadStore):
 class HostStore(OffloadStore):
     """The host's pinned memory, with columns before heads, so that the used columns are contiguous.
 
-    Up to two layers are on the device; a second stream copies the later one.
+    Up to two layers are on the device; a second stream copies the later one. Without `streams` the memory is pageable,
+    and every copy is waited for.
     """
 
-    def __init__(self, count: int, size: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, count: int, size: tuple[int, int, int], dtype: torch.dtype, device: torch.device, streams: bool = True
+    ) -> None:
         self.on_device: dict[int, Pair] = {}
-        self.cuda = device.type == "cuda"
+        self.cuda = streams and uses_streams(device)
         self.stream = torch.cuda.Stream(device) if self.cuda else None
         super().__init__(count, size, dtype, device)
 
@@ -180,7 +208,8 @@ class HostStore(OffloadStore):
         return flat.transpose(2, 3)
 
     def write(self, layer: OffloadedLayer, target: Tensor, states: Tensor) -> None:
-        target.transpose(1, 2).copy_(states.transpose(1, 2).contiguous(), non_blocking=True)  # both contiguous
+        # Both are contiguous. Only CUDA orders a copy to pinned memory before what reads it there.
+        target.transpose(1, 2).copy_(states.transpose(1, 2).contiguous(), non_blocking=self.cuda)
 
     def load(self, layer: OffloadedLayer) -> Pair:
         following = self.layers[(layer.index + 1) % len(self.layers)]
@@ -188,8 +217,7 @@ class HostStore(OffloadStore):
         self.on_device = {index: self.on_device[index] for index in wanted if index in self.on_device}
         pair = self.on_device.get(layer.index) or self.copy_to_device(layer)
         self.on_device[layer.index] = pair
-        if self.cuda:
-            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        self.wait()
         if following.length and following.index not in self.on_device:
             self.on_device[following.index] = self.copy_to_device(following)
         return pair
@@ -201,15 +229,21 @@ class HostStore(OffloadStore):
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)  # writes must be finished, and reused memory must be free
         with torch.cuda.stream(self.stream):
-            pair = tuple(x.to(self.device, non_blocking=True) for x in layer.stored())
+            pair = tuple(x.to(self.device, non_blocking=True, copy=True) for x in layer.stored())
         for copied in pair:
             copied.record_stream(current)
         return pair
+
+    def wait(self) -> None:
+        """Lets what the device does next begin after the copies on the second stream."""
+        if self.cuda:
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
     def append(self, layer: OffloadedLayer, new: Pair) -> Pair:
         if layer.length == new[0].shape[-2]:
             self.on_device[layer.index] = new
         elif layer.index in self.on_device:  # the shorter pair is freed before the next layer is copied
+            self.wait()  # it may still be on its way
             both = zip(self.on_device.pop(layer.index), new, strict=True)
             self.on_device[layer.index] = tuple(torch.cat(each, 2) for each in both)
             del both
@@ -236,3 +270,6 @@ def trim_heap() -> None:
     """Returns freed memory to the system; glibc would keep up to a whole full cache of it for later."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+offload_trials.register_all(make_store)

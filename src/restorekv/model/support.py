@@ -369,7 +369,7 @@ def check_moves(model: PreTrainedModel, turn: Callable[[Tensor, int], Tensor]) -
 
     Layers without RoPE beside others with it do not rotate theirs, and some models scale queries by their position.
     """
-    support_of(model)
+    install(model)
     key = type(model), description(model.config)
     if key not in _moves:
         _moves[key] = all_move(model, turn)
@@ -398,6 +398,9 @@ def one_token(model: PreTrainedModel, ids: Tensor, position: int) -> list[tuple[
     with recorded(name_of(model)) as record:
         positions = torch.tensor([[position]], device=model.device)
         decoder(model)(input_ids=ids, position_ids=positions, past_key_values=DynamicCache(), use_cache=True)
+    layers = CacheShape.of(model).layers
+    if len(record.calls) != layers:  # else nothing would be compared
+        raise ModelError(f"{name_of(model)} called its attention {len(record.calls)} times for {layers} layers.")
     return [(call.key, call.query) for call in record.calls]
 
 

@@ -3,6 +3,8 @@
 It gets the post-RoPE query of a layer and either dense keys and values, which go to PyTorch's SDPA, or a `RaggedLayer`
 twice, which goes to one of the backends here, or a `MultiContextLayer` twice, whose documents go there one by one.
 A backend computes softmax(q [K_context; K_tail]^T * scale + bias) [V_context; V_tail]; `naive.py` is the definition.
+
+On a device that is not a CPU, a backend answers only after `proofs.py` has compared it with that definition there.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,10 +18,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from restorekv.cache import quantized
 from restorekv.cache.multi_context import MultiContextLayer
-from restorekv.cache.ragged import RaggedLayer
+from restorekv.cache.quantized import Packed
+from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.errors import ModelError, RestoreKVError
-from restorekv.model.attention import cascade, frozen, naive, stored, tiles
+from restorekv.model.attention import cascade, frozen, naive, proofs, stored, tiles
+from restorekv.model.attention import trials as _trials  # noqa: F401  (registers what has to prove itself)
 
 try:
     from restorekv.model.attention import triton_attend
@@ -33,6 +38,12 @@ Backend = Callable[[Tensor, RaggedLayer, Tensor | None, float], Tensor]
 BACKENDS: dict[str, Backend] = {"naive": naive.attend, "cascade": cascade.attend, "frozen": frozen.attend}
 if triton_attend is not None:
     BACKENDS["triton"] = triton_attend.attend
+LADDER = {  # on a device that is not a CPU: the first that can answer and has proven itself
+    **({} if triton_attend is None else {"triton": triton_attend}),
+    "cascade": cascade,
+    "frozen": frozen,
+    "naive": naive,
+}
 WORKSPACE = 16 << 20  # bytes of a layer that may be copied at once: joined for SDPA, or unpacked from 8 bits
 
 _callback: ContextVar[Callback | None] = ContextVar("callback", default=None)
@@ -72,6 +83,13 @@ def inspecting(on_call: Callable[..., object], on_mask: Callable[[Tensor, Callab
 
 
 @contextmanager
+def undisturbed() -> Iterator[None]:
+    """Runs the block without the observer and the forced backend of the blocks around it, as a proof does."""
+    with setting(_callback, None), setting(_backend, None), setting(_inspectors, None):
+        yield
+
+
+@contextmanager
 def setting(variable: ContextVar, value: object) -> Iterator[None]:
     """Sets a variable in the block. torch.compile cannot read it, so it is read only while some block is open."""
     token = variable.set(value)
@@ -96,12 +114,62 @@ def current_observer() -> Callback | None:
 def choose(query: Tensor, layer: RaggedLayer) -> Backend:
     """Returns the GPU kernel or the CPU's (cascade) if it can answer, else `frozen`, which has gradients everywhere."""
     if name := current(_backend):
+        if proofs.needed(query.device):
+            proofs.require(name, *proof_key(query))
         return BACKENDS[name]
     if stored.is_packed(layer):
         return stored.attend
-    if query.is_cuda and triton_attend is not None and triton_attend.usable(query, layer):
-        return triton_attend.attend
+    if proofs.needed(query.device):
+        return choose_proven(query, layer)
     return cascade.attend if cascade.usable(query, layer) else frozen.attend
+
+
+def choose_proven(query: Tensor, layer: RaggedLayer) -> Backend:
+    """Returns the fastest backend that can answer and has proven itself on the query's device."""
+    for name, module in LADDER.items():
+        usable = getattr(module, "usable", None)
+        if (usable is None or usable(query, layer)) and proofs.is_proven(name, *proof_key(query)):
+            return module.attend
+    raise RestoreKVError(
+        f"{proofs.describe(query.device)} computes attention wrongly even with PyTorch's own operations; use another "
+        f"device, and {proofs.REPORT}."
+    )
+
+
+def proof_key(query: Tensor) -> tuple[torch.device, int, int, int, torch.dtype]:
+    """query (B, H, G, Q, D) -> what a proof has to hold for, as `proofs.is_proven` takes it."""
+    return query.device, query.shape[1], query.shape[2], query.shape[4], query.dtype
+
+
+def store(cache: RaggedCache, storage: str, groups: int) -> None:
+    """Stores the context of a cache in 8 bits, on the CPU where its device has not proven that it can."""
+    first = cache.layers[0]
+    key = first.device, first.heads, groups, first.restore_keys.shape[-1], first.dtype
+    if storage == "model" or not proofs.needed(first.device) or proofs.is_proven(storage, *key):
+        cache.store(storage)
+        return
+    for layer in cache.layers:
+        rows = layer.context_keys.cpu(), layer.context_values.cpu()
+        packed = quantized.pack(*rows, layer.bounds, storage)
+        layer.context_keys, layer.context_values = (each.to(first.device) for each in packed)
+
+
+def unpacked(query: Tensor, layer: RaggedLayer) -> RaggedLayer:
+    """Returns a layer for one call: an 8-bit context is unpacked if the backend cannot read it (see `unpacks`).
+
+    A device that has not proven that it can read 8 bits gets numbers that the CPU has unpacked.
+    """
+    if not stored.is_packed(layer):
+        return layer
+    if proofs.needed(query.device) and not proofs.is_proven(storage_of(layer), *proof_key(query)):
+        return stored.unpacked(layer, torch.device("cpu"))
+    return stored.unpacked(layer) if unpacks(layer) else layer
+
+
+def storage_of(layer: RaggedLayer) -> str:
+    """Returns the name of a packed layer's storage."""
+    codes: Packed = layer.context_keys
+    return next(name for name, kind in quantized.KINDS.items() if kind == codes.codes.dtype)
 
 
 def prepare(layers: Sequence[RaggedLayer]) -> None:
@@ -147,7 +215,7 @@ def attend(
                 f"The model sees at most {window:,} positions, and the cache has {key.get_seq_length():,}; ask less."
             )
         grouped = query.unflatten(1, (key.heads, -1))
-        layer = stored.unpacked(key) if unpacks(key) else key
+        layer = unpacked(grouped, key)
         result = choose(grouped, layer)(grouped, layer, attention_mask, scale)
         return result.flatten(1, 2).transpose(1, 2).contiguous(), None
     if attention_mask is not None and shares_heads(query, dropout, kwargs):

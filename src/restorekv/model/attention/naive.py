@@ -1,9 +1,16 @@
-"""The definition of ragged attention: one loop over heads and one softmax over context and tail."""
+"""The definition of ragged attention: one loop over heads and one softmax over context and tail.
+
+`attend_pass` defines what `blocked.py` computes: a pass over the pairs of a cache and its own, with its weights.
+"""
+
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from restorekv.cache.ragged import RaggedLayer
+
+ROWS = 64  # rows of a pass whose weights exist at once
 
 
 def causal(queries: int, keys: int, device: torch.device) -> Tensor:
@@ -32,3 +39,38 @@ def attend(query: Tensor, layer: RaggedLayer, tail_mask: Tensor | None, scale: f
         weights = logits.masked_fill(hidden, torch.finfo(exact).min).softmax(-1)
         outputs.append(weights @ values[:, None].to(exact))
     return torch.stack(outputs, 1).to(query.dtype)
+
+
+def attend_pass(
+    query: Tensor,
+    own: tuple[Tensor, Tensor],
+    cached: Callable[[int], tuple[Tensor, Tensor]],
+    scale: float,
+    inside: Sequence[slice] = (),
+    on_weights: Callable[[int, int, int, Tensor], None] = lambda *_: None,
+) -> Tensor:
+    """query (H, G, Q, D), own keys and values (H, Q, D), cached(head) -> (K, D) twice; returns (Q, H * G, D).
+
+    on_weights(head, low, high, weights) gets the softmax of the rows [low, high) over the cached columns in `inside`
+    followed by the own pairs up to `high`: (G, high - low, W + high) float32, which it may change.
+    """
+    heads, _, rows, _ = query.shape
+    exact = torch.promote_types(query.dtype, torch.float32)
+    outputs = []
+    for head in range(heads):
+        pairs = zip(cached(head), own, strict=True)
+        keys, values = (torch.cat([held, mine[head]]).to(exact) for held, mine in pairs)
+        held = len(keys) - rows
+        columns = torch.arange(len(keys), device=query.device)
+        chosen = torch.cat([*(columns[part] for part in inside), columns[held:]])
+        parts = []
+        for low in range(0, rows, ROWS):
+            high = min(low + ROWS, rows)
+            logits = query[head, :, low:high].to(exact) @ keys.T * scale  # (G, high - low, K + Q)
+            later = columns[None] > columns[held + low : held + high, None]
+            logits = logits.masked_fill(later, -torch.inf)
+            parts.append(logits.softmax(-1) @ values)
+            seen = chosen[: len(chosen) - rows + high]
+            on_weights(head, low, high, logits[..., seen].softmax(-1))
+        outputs.append(torch.cat(parts, 1))  # (G, Q, D)
+    return torch.stack(outputs).permute(2, 0, 1, 3).flatten(1, 2).to(query.dtype)

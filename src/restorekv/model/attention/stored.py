@@ -23,10 +23,13 @@ def is_packed(layer: RaggedLayer) -> bool:
     return isinstance(layer.context_keys, Packed)
 
 
-def unpacked(layer: RaggedLayer) -> RaggedLayer:
-    """Returns the layer with its context in the model's dtype, for one call."""
+def unpacked(layer: RaggedLayer, on: torch.device | None = None) -> RaggedLayer:
+    """Returns the layer with its context in the model's dtype, for one call; `on` names the device that unpacks it."""
     plain = copy.copy(layer)
-    plain.context_keys, plain.context_values = layer.context_keys[:], layer.context_values[:]
+    rows = (layer.context_keys, layer.context_values)
+    if on is not None:
+        rows = (each.to(on) for each in rows)
+    plain.context_keys, plain.context_values = (each[:].to(layer.device) for each in rows)
     return plain
 
 

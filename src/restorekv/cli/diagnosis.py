@@ -1,0 +1,273 @@
+"""What `restorekv doctor` finds out about a machine, and a benchmark of seconds."""
+
+import getpass
+import os
+import platform
+import re
+import threading
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, metadata, requires, version
+from pathlib import Path
+from statistics import median
+
+import torch
+from huggingface_hub import constants
+from packaging.requirements import Requirement
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from restorekv.compression.context import size
+from restorekv.errors import first_sentence
+from restorekv.files import cache_folder
+from restorekv.model import attention
+from restorekv.model.attention import proofs, tiles
+from restorekv.model.attention.proofs import Target
+from restorekv.model.attention.trials import ragged_layer
+from restorekv.model.load import NAMES, canonical, reachable
+
+PACKAGES = (
+    "restorekv",
+    "torch",
+    "transformers",
+    "triton",
+    "peft",
+    "safetensors",
+    "tokenizers",
+    "huggingface-hub",
+    "vllm",
+)
+HUB_SECONDS = 6.0  # to wait for the hub, whose name may take longer to resolve than a request may take
+TOKENS, TAIL, RATIO = 8192, 64, 0.1
+COPIED = 64 << 20  # bytes
+BENCHMARK_SECONDS = 0.3  # for each of the sides
+SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+SHORTEST_SECRET = 6
+COMMON = {"root", "user", "admin", "ubuntu", "runner", "localhost"}  # names that say nothing of anybody
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of the packages that decide results."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def machine() -> dict[str, str]:
+    """Returns the system, the processor, its threads and the memory."""
+    return {
+        "system": platform.platform(), "processor": processor(), "cores": str(os.cpu_count()),
+        "threads of PyTorch": str(torch.get_num_threads()), "memory": memory(),
+    }  # fmt: skip
+
+
+def processor() -> str:
+    """Returns the processor's name, as Linux knows it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()
+
+
+def memory() -> str:
+    """Returns the bytes of memory of the machine and of those that are free, where the system says."""
+    try:
+        page = os.sysconf("SC_PAGE_SIZE")
+        return f"{size(page * os.sysconf('SC_PHYS_PAGES'))}, {size(page * os.sysconf('SC_AVPHYS_PAGES'))} free"
+    except (AttributeError, ValueError, OSError):
+        return "unknown"
+
+
+def all_devices() -> list[torch.device]:
+    """Returns the CPU and every accelerator that PyTorch can use."""
+    found = [torch.device("cpu")]
+    for kind in ("cuda", "xpu"):
+        library = getattr(torch, kind, None)
+        count = library.device_count() if library is not None and library.is_available() else 0
+        found += [torch.device(kind, index) for index in range(count)]
+    if torch.backends.mps.is_available():
+        found.append(torch.device("mps", 0))
+    return found
+
+
+def distinct_devices() -> list[torch.device]:
+    """Returns one device of every kind and name: equal GPUs are checked once."""
+    named = {}
+    for device in all_devices():
+        known = proofs.identify(device)
+        named.setdefault((known["kind"], known["name"]), device)
+    return list(named.values())
+
+
+def devices() -> list[dict[str, object]]:
+    """Returns every device with its driver, memory and compute capability."""
+    found = []
+    for device in all_devices():
+        known = {name: value for name, value in proofs.identify(device).items() if value is not None}
+        if device.type == "cuda":
+            known["memory"] = size(torch.cuda.get_device_properties(device).total_memory)
+        shown = {
+            name: known[name] for name in ("name", "driver", "cuda", "capability", "memory", "code") if name in known
+        }
+        found.append({"device": str(device), **shown})
+    return found
+
+
+def places() -> dict[str, str]:
+    """Returns where models, caches and proofs are looked for, and whether the hub answers."""
+    folder = cache_folder()
+    return {
+        "models and proofs of restorekv": str(folder) if folder else "nowhere, there is no home folder",
+        "models of the hub": str(constants.HF_HUB_CACHE), "the hub": hub(),
+        "shipped models": ", ".join(NAMES),
+    }  # fmt: skip
+
+
+def hub() -> str:
+    """Says whether the hub can be reached, without waiting long for an answer."""
+    if constants.HF_HUB_OFFLINE:
+        return "not asked: HF_HUB_OFFLINE is set"
+    answers: list[bool] = []
+    thread = threading.Thread(target=lambda: answers.append(reachable()), daemon=True)
+    thread.start()
+    thread.join(HUB_SECONDS)
+    if not answers:
+        return f"no answer within {HUB_SECONDS:g} seconds"
+    return "reachable" if answers[0] else "cannot be reached"
+
+
+def extras() -> dict[str, str]:
+    """Returns which optional extras are installed, and the line that installs those that are not."""
+    try:
+        names, needed = metadata("restorekv").get_all("Provides-Extra") or [], requires("restorekv") or []
+    except PackageNotFoundError:
+        return {"unknown": "restorekv runs from a checkout that is not installed"}
+    parsed = [Requirement(line) for line in needed]
+    found = {}
+    for name in names:
+        own = [each for each in parsed if each.marker and belongs(each, name)]
+        missing = sorted({each.name for each in own if each.name != "restorekv" and not is_installed(each.name)})
+        line = f"pip install 'restorekv[{name}]'"
+        found[name] = f"{', '.join(missing)} missing: {line}" if missing else "installed"
+    return found
+
+
+def belongs(requirement: Requirement, extra: str) -> bool:
+    """Returns whether this extra brings the requirement on this system."""
+    return requirement.marker.evaluate({"extra": extra}) and not requirement.marker.evaluate({"extra": ""})
+
+
+def is_installed(name: str) -> bool:
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def benchmark(target: Target) -> dict[str, float | str]:
+    """Returns what `time_step` measures, or the problem that a device has with it."""
+    try:
+        return time_step(target)
+    except Exception as error:  # of a device that computes wrongly or has too little memory: any kind
+        return {"problem": first_sentence(error)}
+
+
+def time_step(target: Target) -> dict[str, float | str]:
+    """Times one layer of a decode step: over a compressed cache as it is used here, and over the full one with SDPA."""
+    device, dtype, heads, dim = target.device, target.dtype, target.heads, target.dim
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
+
+    kept = int(TOKENS * RATIO)
+    lengths = [2 * kept * (head + 1) // (heads + 1) for head in range(heads)]  # uneven, on average `kept`
+    edges = [sum(lengths[:head]) for head in range(heads + 1)]
+    context = draw(edges[-1], dim), draw(edges[-1], dim)
+    layer = ragged_layer(*context, edges, draw(1, heads, TAIL, dim), draw(1, heads, TAIL, dim), None)
+    query = draw(1, heads * target.groups, 1, dim)
+    full = draw(1, heads, TOKENS + TAIL, dim), draw(1, heads, TOKENS + TAIL, dim)
+    source = torch.zeros(COPIED, dtype=torch.uint8, device=device)
+    copy = torch.empty_like(source)
+    with torch.no_grad():
+        grouped = query.unflatten(1, (heads, -1))
+        backend = attention.choose(grouped, layer)
+        tiles.plan([layer])
+        ours = seconds(lambda: backend(grouped, layer, None, dim**-0.5), device)
+        dense = seconds(lambda: sdpa(query, *full, enable_gqa=True), device)
+        copying = seconds(lambda: copy.copy_(source), device)
+    return {
+        "backend": backend.__module__.rpartition(".")[2], "tokens": TOKENS, "ratio": RATIO, "compressed": ours,
+        "full": dense, "full / compressed": dense / ours, "bytes per second": 2 * COPIED / copying,
+    }  # fmt: skip
+
+
+def seconds(step: Callable[[], object], device: torch.device) -> float:
+    """Returns the median of runs that take BENCHMARK_SECONDS together, after one that is not counted."""
+    step()
+    proofs.synchronize(device)
+    took: list[float] = []
+    while not took or (sum(took) < BENCHMARK_SECONDS and len(took) < 200):
+        start = time.perf_counter()
+        step()
+        proofs.synchronize(device)
+        took.append(time.perf_counter() - start)
+    return median(took)
+
+
+def sentences(figures: dict) -> dict[str, str]:
+    """Returns the figures of a benchmark as texts."""
+    if "problem" in figures:
+        return {"not measured": figures["problem"]}
+    return {
+        f"compressed to {figures['ratio']:g} ({figures['backend']})": f"{figures['compressed'] * 1e6:,.0f} us",
+        f"full, {figures['tokens']:,} tokens (SDPA)": f"{figures['full'] * 1e6:,.0f} us",
+        "full / compressed": f"{figures['full / compressed']:.2f}",
+        "memory copied": f"{figures['bytes per second'] / 1e9:,.1f} GB/s, read and written",
+    }
+
+
+def model_for_report(name: str) -> str:
+    """Returns a model's name if it is one of ours or a hub id, since a folder's name may be private."""
+    public = canonical(name) in NAMES or (re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not os.path.exists(name))
+    return name if public else "a file or folder of this machine"
+
+
+def without_private_data(value: object) -> object:
+    """Returns JSON values in which no text names the user, a home folder, the machine or a secret."""
+    if isinstance(value, dict):
+        return {without_private_data(name): without_private_data(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_private_data(each) for each in value]
+    return clean(value) if isinstance(value, str) else value
+
+
+def clean(text: str) -> str:
+    """Returns a text with ~ for home folders, and signs for names and secrets."""
+    for name, secret in os.environ.items():
+        if SECRET.search(name) and len(secret) >= SHORTEST_SECRET:
+            text = text.replace(secret, "<secret>")
+    homes = {os.path.expanduser("~"), os.path.realpath(os.path.expanduser("~"))}
+    for home in sorted(homes, key=len, reverse=True):
+        if len(home) > 1:
+            text = text.replace(home, "~")
+    text = re.sub(r"(?:/home|/Users|[A-Za-z]:\\Users)[/\\][^/\\\s:'\",]+", "~", text)
+    text = re.sub(r"//[^/@\s]+@", "//", text)  # a name and a password in an address
+    for name, sign in ((user(), "<user>"), (platform.node(), "<machine>")):
+        if len(name) > 2 and name.lower() not in COMMON:
+            text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", sign, text)
+    return text
+
+
+def user() -> str:
+    """Returns the user's name, or nothing where the system knows none."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError, ImportError):
+        return ""

@@ -1,0 +1,166 @@
+"""`restorekv doctor`: what this machine has, which code has proven itself on its devices, and what is used.
+
+Every proof of `model/attention/proofs.py` runs, on CPUs too. The file that `-o` writes is for an issue: it names no
+user, no home folder, no machine and no secret.
+"""
+
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated
+
+import torch
+import typer
+from rich.table import Table
+from rich.text import Text
+from transformers import AutoConfig
+
+import restorekv.compression.generate
+import restorekv.evictors
+import restorekv.model.offload  # noqa: F401  (each registers its components)
+from restorekv.cli import diagnosis, options
+from restorekv.cli.session import notes, output, print_figures, print_written, quiet
+from restorekv.errors import ModelError, RestoreKVError, first_sentence
+from restorekv.files import write_json
+from restorekv.model.attention import proofs
+from restorekv.model.attention.proofs import COMPONENTS, Component, Proof, Target
+from restorekv.model.load import SMOLLM2, check_dtype, model_source, usable_device
+from restorekv.model.shape import CacheShape
+
+SMOLLM2_SHAPE = (3, 3, 64)  # KV heads, query heads for each, head dimension
+PLAIN = "naive"  # the component that everything else is replaced by
+
+
+def run(
+    model: Annotated[
+        str, typer.Option(help=f"Whose shape to check; no weights are loaded. {options.MODEL_HELP}")
+    ] = SMOLLM2,
+    device: Annotated[
+        str | None, typer.Option(help="The device to check; unless given, the CPU and every kind of GPU here.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto (bfloat16 on a GPU), float32, bfloat16 or float16.")] = "auto",
+    out: Annotated[
+        Path | None, options.target("Write all of it here, to attach to an issue.", "--output", "-o")
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Check everything now, whatever is remembered.")] = False,
+) -> None:
+    check_dtype(dtype)
+    quiet()
+    heads, groups, dim = shape_of(model)
+    devices = [usable_device(device)] if device else diagnosis.distinct_devices()
+    with notes.status("looking at this machine"):
+        report = {
+            "versions": diagnosis.versions(), "machine": diagnosis.machine(), "devices": diagnosis.devices(),
+            "places": diagnosis.places(), "extras": diagnosis.extras(),
+            "shape": {"model": diagnosis.model_for_report(model), "heads": heads, "groups": groups, "dim": dim},
+        }  # fmt: skip
+    for title in ("versions", "machine"):
+        print_figures(title, report[title])
+    for each in report["devices"]:
+        print_figures(
+            f"device {each['device']}", {name: str(value) for name, value in each.items() if name != "device"}
+        )
+    report["checks"] = []
+    for each in devices:
+        target = Target(each, heads, groups, dim, dtype_for(each, dtype))
+        with notes.status(f"checking {each}"):
+            checked = check_device(target, again)
+            figures = diagnosis.benchmark(target)
+        report["checks"].append({
+            "device": str(each), "dtype": str(target.dtype).removeprefix("torch."), "components": checked,
+            "benchmark": figures,
+        })  # fmt: skip
+        output.print(table_of(target, checked))
+        print_figures(f"a decode step's attention on {each}", diagnosis.sentences(figures))
+    print_figures("places", report["places"])
+    print_figures("optional extras", report["extras"])
+    if out:
+        write_json(out, diagnosis.without_private_data(report))
+        print_written(out)
+    finish(report["checks"])
+
+
+def shape_of(name: str) -> tuple[int, int, int]:
+    """Returns KV heads, query heads for each and the head dimension of a model, from its config alone."""
+    if name == SMOLLM2:
+        return SMOLLM2_SHAPE
+    source = model_source(name)
+    try:
+        local = source.is_local()
+        config = AutoConfig.from_pretrained(source.path, local_files_only=local, trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds: missing, damaged, unreachable, unknown
+        raise ModelError(
+            f"Cannot read the config of {name!r} ({first_sentence(error)}); give a model folder or leave out --model."
+        ) from error
+    shape = CacheShape.of(SimpleNamespace(config=config))
+    return shape.heads, shape.groups, shape.head_dim
+
+
+def dtype_for(device: torch.device, name: str) -> torch.dtype:
+    """Returns the dtype to check: the one that was named, or what models usually have on the device."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return getattr(torch, name)
+
+
+def check_device(target: Target, again: bool) -> list[dict[str, object]]:
+    """Returns a row for each component: whether it is used on the device, and what its proof says."""
+    rows = []
+    for component in COMPONENTS.values():
+        missing = component.missing(target.device, target.dtype)
+        if missing:
+            rows.append({"component": component.name, "title": component.title, "used": False, "why": missing})
+            continue
+        found = proof_of(component, target, again)
+        why = "" if found.right else f"{found.reason()}. {component.instead}"
+        row = {"component": component.name, "title": component.title, "used": found.right, "why": why}
+        rows.append({**row, "proof": asdict(found)})
+    return rows
+
+
+def proof_of(component: Component, target: Target, again: bool) -> Proof:
+    """Returns what is known of a component or is found out now; on a CPU, whose code is tested, nothing is kept."""
+    if proofs.needed(target.device):
+        return proofs.prove(component.name, target, again)
+    return proofs.check(component, target)
+
+
+def table_of(target: Target, rows: list[dict[str, object]]) -> Table:
+    """Shows the components of a device."""
+    shape = f"{target.heads} KV heads, {target.groups} query heads each, {target.dim} numbers"
+    title = f"{target.device}, {str(target.dtype).removeprefix('torch.')}, {shape}"
+    table = Table(title=Text(title), title_justify="left", title_style="bold")
+    for name in ("component", "used", "error", "allowed", "trials"):
+        table.add_column(name)
+    table.add_column("remarks", overflow="fold")
+    for row in rows:
+        proof = row.get("proof") or {}
+        numbers = ["" if proof.get(name) is None else f"{proof[name]:.1e}" for name in ("error", "tolerance")]
+        used = "yes" if row["used"] else "no" if proof else "-"
+        cells = [row["component"], used, *numbers, str(proof.get("trials", "")), row["why"] or row["title"]]
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def finish(checks: list[dict]) -> None:
+    """Says what came of it; fails where nothing right is left to answer."""
+    broken = [each["device"] for each in checks if not right_of(each, PLAIN)]
+    if broken:
+        raise RestoreKVError(
+            f"PyTorch's own operations compute attention wrongly on {', '.join(broken)}; use another device, and "
+            "attach the file of `restorekv doctor -o report.json` to an issue."
+        )
+    wrong = [f"{row['component']} on {each['device']}" for each in checks for row in each["components"]
+             if not row["used"] and row.get("proof")]  # fmt: skip
+    if wrong:
+        output.print(Text(
+            f"Not used because it did not prove itself: {', '.join(wrong)}. Answers are right and come more slowly; "
+            f"please {proofs.REPORT}."
+        ), soft_wrap=True)  # fmt: skip
+    else:
+        output.print("Everything that is used here has proven itself.")
+
+
+def right_of(check: dict, name: str) -> bool:
+    """Returns whether a component has proven itself on a device."""
+    return next(row["used"] for row in check["components"] if row["component"] == name)

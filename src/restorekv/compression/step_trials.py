@@ -1,0 +1,151 @@
+"""Steps of fixed work on a small random decoder, compared with passes over growing tails.
+
+The decoder has two layers of the model's attention shape, with RoPE, over compressed contexts of uneven heads: one for
+all rows, then two of different documents. Rows are padded on the left. Steps go on alone, each from the ids of the one
+before; the plain passes read the same ids. So a graph that replays stale ids, positions, masks or tails shows in the
+logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from restorekv.cache.multi_context import forked
+from restorekv.cache.ragged import RaggedCache
+from restorekv.model import attention
+from restorekv.model.attention.naive import causal
+from restorekv.model.attention.proofs import Component, Measured, Target, register
+from restorekv.model.attention.trials import LENGTHS, everywhere, ragged_layer
+
+LAYERS, HIDDEN, VOCABULARY = 2, 64, 96
+PROMPTS = (5, 2, 4)  # tokens of each row's question
+RESTORED = (3, 1)  # restore tokens of each document
+STEPS = 6  # one as usual, one captured, the others replayed
+MakeSteps = Callable[..., object]
+Padded = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+class SmallDecoder:
+    """Called as transformers' models are; its weights are random, the same for every device."""
+
+    def __init__(self, target: Target) -> None:
+        self.target, self.device, self.dtype = target, target.device, target.dtype
+        self.generator = torch.Generator().manual_seed(3)
+        width = target.heads * target.groups * target.dim
+        self.embedding, self.head = self.draw(VOCABULARY, HIDDEN), self.draw(HIDDEN, VOCABULARY)
+        self.layers = [
+            {
+                "query": self.draw(HIDDEN, width, size=3 * HIDDEN**-0.5),
+                "key": self.draw(HIDDEN, target.heads * target.dim, size=HIDDEN**-0.5),
+                "value": self.draw(HIDDEN, target.heads * target.dim, size=HIDDEN**-0.5),
+                "output": self.draw(width, HIDDEN, size=3 * width**-0.5),
+            }
+            for _ in range(LAYERS)
+        ]
+        powers = torch.arange(0, target.dim // 2, dtype=torch.float32, device="cpu") / max(target.dim // 2, 1)
+        self.frequencies = (100.0**-powers).to(target.device)
+
+    def draw(self, *shape: int, size: float = 1.0) -> Tensor:
+        """Returns random numbers on the device."""
+        numbers = torch.randn(*shape, generator=self.generator, dtype=torch.float32, device="cpu") * size
+        return numbers.to(self.target.device, self.target.dtype)
+
+    def __call__(
+        self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor, past_key_values: Cache,
+        **_: object,
+    ) -> SimpleNamespace:  # fmt: skip
+        """ids and positions (B, q), a mask (B, 1, q, columns) or None -> logits (B, 1, V) of the last token."""
+        target = self.target
+        states = self.embedding[input_ids]
+        angles = position_ids[:, None, :, None].float() * self.frequencies  # (B, 1, q, D / 2)
+        for weights, layer in zip(self.layers, past_key_values.layers, strict=True):
+            normal = torch.nn.functional.rms_norm(states, (HIDDEN,))
+            query = turned(self.split(normal @ weights["query"], target.heads * target.groups), angles)
+            key = turned(self.split(normal @ weights["key"], target.heads), angles)
+            value = self.split(normal @ weights["value"], target.heads)
+            pairs = layer.update(key, value)
+            output, _ = attention.attend(None, query, *pairs, attention_mask, scaling=target.dim**-0.5)
+            states = states + output.flatten(2) @ weights["output"]
+        last = torch.nn.functional.rms_norm(states[:, -1:], (HIDDEN,))
+        return SimpleNamespace(logits=last @ self.head)
+
+    def split(self, states: Tensor, heads: int) -> Tensor:
+        """(B, q, heads * D) -> (B, heads, q, D)."""
+        return states.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+    def make_cache(self, restored: int, first: int) -> RaggedCache:
+        """Returns a compressed context whose heads keep unequal numbers of pairs."""
+        target, layers = self.target, []
+        for number in range(LAYERS):
+            lengths = [LENGTHS[(first + number + head) % len(LENGTHS)] % 70 for head in range(target.heads)]
+            edges = [sum(lengths[:head]) for head in range(target.heads + 1)]
+            context = (self.draw(edges[-1], target.dim) for _ in range(2))
+            tail = (self.draw(1, target.heads, restored, target.dim) for _ in range(2))
+            layer = ragged_layer(*context, edges, *tail, None)
+            layer.restore_keys, layer.restore_values, layer.seen = layer.keys, layer.values, 40 + first
+            layers.append(layer)
+        return RaggedCache(layers)
+
+
+def turned(states: Tensor, angles: Tensor) -> Tensor:
+    """Applies RoPE to (B, heads, q, D); the last number of an odd D stays."""
+    half = angles.shape[-1]
+    first, second, rest = states.float().split([half, half, states.shape[-1] - 2 * half], -1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1).to(states.dtype)
+
+
+def measure_steps(make_steps: MakeSteps, padded: Padded, target: Target) -> Iterator[Measured]:
+    """Compares the logits of every step with those of a plain pass, and the ids with those logits."""
+    decoder = SmallDecoder(target)
+    one, two = (decoder.make_cache(count, first) for first, count in enumerate(RESTORED))
+    with attention.undisturbed():
+        yield from measure_rows("one document", decoder, [one] * len(PROMPTS), make_steps, padded)
+        yield from measure_rows("two documents", decoder, [one, one, two], make_steps, padded)
+
+
+def measure_rows(
+    name: str, decoder: SmallDecoder, caches: Sequence[RaggedCache], make_steps: MakeSteps, padded: Padded
+) -> Iterator[Measured]:
+    """Compares steps for a batch of rows, of which row i asks caches[i]."""
+    prompts = [torch.arange(3, 3 + count, device="cpu") * 7 % VOCABULARY for count in PROMPTS]
+    ids, positions, visible = padded(decoder, caches, prompts)
+    plain, fixed = forked(caches), forked(caches)
+    mask = visible[:, None, None] & causal(ids.shape[1], visible.shape[1], ids.device)
+    for cache in (plain, fixed):
+        logits = decoder(ids, mask, positions, cache).logits[:, -1]
+    ids, positions = logits.max(-1, keepdim=True).indices, positions[:, -1:] + 1
+    steps = make_steps(decoder, fixed, ids, positions, visible, STEPS, strict=True)
+    for number in range(STEPS):
+        chosen = steps().clone()
+        found = steps.logits.clone()
+        visible = torch.nn.functional.pad(visible, (0, 1), value=True)
+        wanted = decoder(ids, visible[:, None, None], positions, plain).logits[:, -1]
+        yield Measured(f"{name}, step {number + 1}", distance(found, wanted), allowed(decoder.dtype))
+        highest = found.amax(-1, keepdim=True)
+        yield Measured(f"{name}, ids of step {number + 1}", distance(found.gather(-1, chosen), highest), 0.0)
+        ids, positions = chosen, positions + 1
+
+
+def distance(found: Tensor, wanted: Tensor) -> float:
+    """Returns the largest difference of logits, relative to the largest logit."""
+    return float((found.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp_min(1e-9))
+
+
+def allowed(dtype: torch.dtype) -> float:
+    """Returns the difference that rounding explains after a few layers: some units in the last place of `dtype`."""
+    return 8 * max(torch.finfo(dtype).eps, 8 * torch.finfo(torch.float32).eps)
+
+
+def register_all(make_steps: MakeSteps, padded: Padded) -> None:
+    """Makes the component known."""
+    register(Component(
+        "graph", "Decoding with CUDA graphs", "Steps are computed one by one, more slowly",
+        everywhere, partial(measure_steps, make_steps, padded),
+    ))  # fmt: skip

@@ -1,0 +1,165 @@
+"""Small passes over a full cache, on which `blocked.py` and triton_maxima.py are compared with the weights in float64.
+
+The pass's own pairs, the first columns (`sinks`) and the columns from `start` to `end` share a softmax, whose highest
+weights are compared; the output is compared over all columns. A third of the queries is random; the others point at
+one column each, at the edges of tiles and of that softmax.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from restorekv.model.attention import blocked
+from restorekv.model.attention.proofs import Component, Measured, Target, register, tolerance
+from restorekv.model.attention.trials import everywhere, needs_kernels, point_at
+
+Pairs = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Q rows over K cached columns; keys and values lie columns first, as an offloaded layer does, if `transposed`."""
+
+    name: str
+    rows: int
+    held: int
+    sinks: int
+    start: int
+    end: int
+    transposed: bool = False
+
+
+PASSES = (
+    Pass("a chunk", rows=70, held=150, sinks=4, start=21, end=150),
+    Pass("a prefill", rows=33, held=65, sinks=0, start=0, end=65, transposed=True),
+    Pass("the first rows", rows=20, held=0, sinks=0, start=0, end=0),
+)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Query (H, G, Q, D), own pairs (H, Q, D) and cached ones (H, K, D) on the CPU, and the definition's results.
+
+    output (Q, H * G, D) and weights (H, G, Q, W + Q) are float64; the latter over the columns of the softmax.
+    """
+
+    query: Tensor
+    own: Pairs
+    cached: Pairs
+    scale: float
+    output: Tensor
+    weights: Tensor
+    allowed: float
+    longest: float
+
+
+def make_inputs(target: Target, each: Pass) -> Inputs:
+    """Draws the inputs of a pass, the same for every device."""
+    generator = torch.Generator().manual_seed(PASSES.index(each) if each in PASSES else 99)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
+
+    heads, rows, dim, dtype = target.heads, each.rows, target.dim, target.dtype
+    own, cached = (tuple(draw(heads, count, dim).to(dtype) for _ in range(2)) for count in (rows, each.held))
+    keys, values = (torch.cat(both, 1).double() for both in zip(cached, own, strict=True))
+    query = draw(heads, target.groups, rows, dim) * 2
+    edges = {0, 15, 16, 63, 64, each.sinks, each.start, each.end - 1, each.end, each.held, each.held + 1}
+    places = sorted(place for place in edges | {each.held + rows - 1} if 0 <= place < each.held + rows)
+    for head in range(heads):
+        point_at(query[head], keys[head, places])
+    query, scale = query.to(dtype), dim**-0.5
+    columns = torch.arange(each.held + rows)
+    later = columns[None] > each.held + torch.arange(rows)[:, None]
+    logits = (query.double() @ keys[:, None].mT * scale).masked_fill(later, -math.inf)
+    output = (logits.softmax(-1) @ values[:, None]).permute(2, 0, 1, 3).flatten(1, 2)
+    chosen = [*range(each.sinks), *range(each.start, each.end), *range(each.held, each.held + rows)]
+    largest = float(logits.masked_fill(later, 0).abs().max())
+    return Inputs(
+        query, own, cached, scale, output, logits[..., chosen].softmax(-1), tolerance(dtype, largest),
+        float(values.norm(dim=-1).max()),
+    )  # fmt: skip
+
+
+def lay(pairs: Pairs, each: Pass, device: torch.device) -> Pairs:
+    """Returns keys and values (H, n, D) on a device, in the layout of the pass."""
+    if not each.transposed:
+        return tuple(x.to(device) for x in pairs)
+    return tuple(x.transpose(0, 1).contiguous().to(device).transpose(0, 1) for x in pairs)
+
+
+def compare(name: str, inputs: Inputs, output: Tensor, best: Tensor, wanted: Tensor) -> Iterator[Measured]:
+    """Compares an output (Q, H * G, D), and highest weights (H, G, n) with those wanted."""
+    rows = (output.cpu().double() - inputs.output).norm(dim=-1)
+    yield Measured(f"{name}: output", float(rows.max()) / inputs.longest, inputs.allowed)
+    if wanted.numel():
+        # A weight is a power of a float32 logit, whatever the dtype: relative to itself, and to the least that counts.
+        error = float(((best.cpu().double() - wanted).abs() / (wanted + 1e-4)).max())
+        yield Measured(f"{name}: highest weights", error, max(1e-4, weight_tolerance(inputs)))
+
+
+def weight_tolerance(inputs: Inputs) -> float:
+    """Returns the relative error of a weight that rounding explains: logits are float32 in every dtype."""
+    return 4 * tolerance(torch.float32, float(inputs.query.double().norm(dim=-1).max()))
+
+
+def measure_blocked(target: Target) -> Iterator[Measured]:
+    """Compares `blocked` with the definition: output, and the highest weight that any row gives each column."""
+    for each in PASSES:
+        inputs = make_inputs(target, each)
+        cached = lay(inputs.cached, each, target.device)
+        width = inputs.weights.shape[-1]
+        best = torch.zeros(target.heads, target.groups, width, device=target.device)
+
+        def on_weights(head: int, low: int, high: int, weights: Tensor, best: Tensor = best) -> None:
+            reached = best[head, :, : weights.shape[-1]]
+            torch.maximum(reached, weights.amax(1), out=reached)
+
+        output = blocked.attend(
+            inputs.query.to(target.device), lay(inputs.own, each, target.device),
+            lambda head, cached=cached: tuple(x[head] for x in cached), inputs.scale,
+            [slice(0, each.sinks), slice(each.start, each.end)], on_weights,
+        )  # fmt: skip
+        yield from compare(each.name, inputs, output, best, inputs.weights.amax(2))
+
+
+def measure_maxima(kernels: ModuleType, target: Target) -> Iterator[Measured]:
+    """Compares both kernels of triton_maxima.py with the definition, also for own pairs and for weighted rows."""
+    for each in PASSES:
+        inputs = make_inputs(target, each)
+        device = target.device
+        query, own = inputs.query.to(device), lay(inputs.own, each, device)
+        cached = lay(inputs.cached, each, device)
+        output, lse = kernels.attend(query, own, cached, inputs.scale, each.sinks, each.start, each.end)
+        width = inputs.weights.shape[-1] - each.rows
+        held, mine = inputs.weights.split([width, each.rows], -1)
+        best = kernels.highest(query, cached[0][:, each.start : each.end], lse, inputs.scale)
+        yield from compare(each.name, inputs, output, best, held[..., each.sinks :].amax(2))
+        for diagonal in (True, False):
+            seen = mine.clone()
+            if not diagonal:
+                seen.diagonal(dim1=-2, dim2=-1).zero_()
+            best = kernels.highest(query, own[0], lse, inputs.scale, own=True, diagonal=diagonal)
+            yield from compare(f"{each.name}, own pairs", inputs, output, best, seen.amax(2))
+        weight = torch.linspace(0.2, 1, each.rows, dtype=torch.float64)
+        lighter = lse - weight.float().log2().to(device)  # x - (l - log2 w): a weight times w
+        best = kernels.highest(query, cached[0][:, each.start : each.end], lighter, inputs.scale)
+        wanted = (held[..., each.sinks :] * weight[:, None]).amax(2)
+        yield from compare(f"{each.name}, weighted rows", inputs, output, best, wanted)
+
+
+def register_all(kernels: ModuleType | None) -> None:
+    """Makes both components known; `kernels` is triton_maxima.py, if Triton is installed."""
+    register(Component(
+        "blocked", "Scoring in blocks of rows (blocked)", "Slower operations score", everywhere, measure_blocked,
+    ))  # fmt: skip
+    register(Component(
+        "maxima", "The Triton kernels of scoring", "PyTorch's own operations score, more slowly", needs_kernels,
+        lambda target: measure_maxima(kernels, target),
+    ))  # fmt: skip

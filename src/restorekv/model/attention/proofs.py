@@ -1,0 +1,379 @@
+"""Code for a device answers only after it has shown there that it computes what its definition says.
+
+A component is code that could be wrong on a device and right elsewhere: a kernel, a backend of attention, a CUDA graph,
+a copy on a second stream. Each is registered with a `measure` that runs it on small inputs of the model's shapes and
+dtype, and compares the results with a slow definition in float64 on the CPU. The first use of a component on a device
+that is not a CPU runs it. A result beyond the tolerance, NaN or an exception means that the component is not used
+there: the caller takes the plain path instead, and one warning says so. The verdict is remembered in the process and,
+with proof_files.py, on disk.
+
+`restorekv doctor` runs every proof and shows what came of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import platform
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from restorekv import __version__
+from restorekv.errors import RestoreKVError, first_sentence, warn
+from restorekv.model.attention import proof_files
+
+REPORT = "run `restorekv doctor -o report.json` and attach the file to an issue of restorekv"
+PACKAGE = Path(__file__).parents[2]
+DRIVER = Path("/proc/driver/nvidia/version")
+SINGLE = torch.finfo(torch.float32).eps
+TF32 = 2.0**-10  # what rounding the factors of a float32 product to TF32 changes, where a user allows it
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a proof holds for: a device, and a model's KV heads, query heads for each, head dimension and dtype."""
+
+    device: torch.device
+    heads: int
+    groups: int
+    dim: int
+    dtype: torch.dtype
+
+    def key(self) -> dict[str, object]:
+        """Returns everything that can change a component's results, as plain JSON values."""
+        shape = {"heads": self.heads, "groups": self.groups, "dim": self.dim}
+        return {**identify(self.device), **shape, "dtype": str(self.dtype), "tf32": allows_tf32()}
+
+
+class Measured(NamedTuple):
+    """The error of one trial, and the largest that rounding explains."""
+
+    trial: str
+    error: float
+    tolerance: float
+
+
+@dataclass(frozen=True)
+class Component:
+    """Code that has to prove itself; `title` names it in a sentence, `instead` what answers in its place.
+
+    `missing(device, dtype)` says why the component is not used there, or nothing if it is.
+    """
+
+    name: str
+    title: str
+    instead: str
+    missing: Callable[[torch.device, torch.dtype], str]
+    measure: Callable[[Target], Iterator[Measured]]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What came of a check: the trial that was closest to its tolerance or beyond it, or the exception that ended it.
+
+    error and tolerance are None where there is no finite number. `lasting` is false for what another try may change.
+    """
+
+    component: str
+    right: bool
+    trials: int
+    trial: str = ""
+    error: float | None = None
+    tolerance: float | None = None
+    problem: str = ""
+    seconds: float = 0.0
+    lasting: bool = True
+
+    def reason(self) -> str:
+        """Returns why the component is wrong, as the end of a sentence."""
+        where = f" (trial: {self.trial})" if self.trial else ""
+        if self.problem:
+            return f"it failed with {self.problem}{where}"
+        if self.error is None:
+            return f"its result was not a number{where}"
+        return f"its result was off by {self.error:.1e}, where rounding explains {self.tolerance:.1e}{where}"
+
+
+COMPONENTS: dict[str, Component] = {}
+
+_proofs: dict[tuple, Proof] = {}
+_lock = threading.RLock()  # one check at a time; the thread that checks a component may need another one first
+_running: list[str] = []  # components that the holder of the lock is checking
+_warned: set[tuple[str, torch.device]] = set()
+
+
+def register(component: Component) -> None:
+    """Makes a component known, to `is_proven` and to the doctor."""
+    COMPONENTS[component.name] = component
+
+
+def needed(device: torch.device) -> bool:
+    """Returns whether code has to prove itself there: not on a CPU, where it was tested, nor where nothing computes."""
+    return device.type not in ("cpu", "meta")
+
+
+@torch.compiler.assume_constant_result
+def is_proven(name: str, device: torch.device, heads: int, groups: int, dim: int, dtype: torch.dtype) -> bool:
+    """Returns whether a component may answer; checks it now if nobody has.
+
+    While a CUDA graph is captured nothing can be checked, so what is unknown then is not used.
+    """
+    if not needed(device):
+        return True
+    target = Target(device, heads, groups, dim, dtype)
+    found = _proofs.get(place_of(name, target))
+    if found is not None:
+        return found.right
+    if is_capturing(device):
+        return False
+    found = prove(name, target)
+    if not found.right:
+        warn_of(found, target)
+    return found.right
+
+
+def require(name: str, device: torch.device, heads: int, groups: int, dim: int, dtype: torch.dtype) -> None:
+    """Refuses a component that somebody asks for by name and that is wrong there."""
+    if needed(device) and not is_proven(name, device, heads, groups, dim, dtype):
+        component, target = COMPONENTS[name], Target(device, heads, groups, dim, dtype)
+        found = _proofs.get(place_of(name, target))
+        reason = found.reason() if found else "it cannot be checked while a CUDA graph is captured"
+        raise RestoreKVError(
+            f"{component.title} cannot be used on {describe(device)}: {reason}; leave the choice to restorekv, and "
+            f"{REPORT}."
+        )
+
+
+def prove(name: str, target: Target, again: bool = False) -> Proof:
+    """Returns what is known of a component, or else, and with `again`, checks it; several threads check it once."""
+    place = place_of(name, target)
+    if not again and place in _proofs:
+        return _proofs[place]
+    with _lock:
+        if not again and place in _proofs:
+            return _proofs[place]
+        if name in _running:
+            return Proof(name, False, 0, problem="a check of itself", lasting=False)
+        _running.append(name)
+        try:
+            found = remembered(COMPONENTS[name], target, again)
+        finally:
+            _running.remove(name)
+        _proofs[place] = found
+    if not found.right:
+        check_alive(COMPONENTS[name], target.device)
+    return found
+
+
+def remembered(component: Component, target: Target, again: bool) -> Proof:
+    """Returns the proof on disk, or checks the component and keeps what comes of it there.
+
+    A mark on disk says that a check has begun: if that process died, as a wrong kernel can make it die, the component
+    is not tried again until the doctor is asked to.
+    """
+    key = {**target.key(), "component": component.name}
+    stored = None if again else proof_files.load(key, Proof)
+    if isinstance(stored, Proof) and stored.component == component.name:
+        return stored
+    if stored is proof_files.DIED:
+        return Proof(component.name, False, 0, problem="the end of the process that checked it")
+    with proof_files.marking(key):
+        found = check(component, target)
+    if found.lasting:
+        proof_files.save(key, found)
+    return found
+
+
+def check(component: Component, target: Target) -> Proof:
+    """Runs every trial of a component, up to the first that fails."""
+    started, trials, worst = time.perf_counter(), 0, Measured("", 0.0, math.inf)
+    problem, lasting = "", True
+    try:
+        with undisturbed(target.device):
+            for measured in component.measure(target):
+                trials += 1
+                if not measured.error <= measured.tolerance:  # NaN too
+                    worst = measured
+                    break
+                if trials == 1 or closeness(measured) > closeness(worst):
+                    worst = measured
+            synchronize(target.device)
+    except Exception as error:  # a kernel that does not compile or launch, a driver that is too old: any kind
+        problem = f"{type(error).__name__}: {first_sentence(error)}"[:300]
+        lasting = not isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        worst = Measured(worst.trial, math.nan, math.nan)
+    right = not problem and trials > 0 and worst.error <= worst.tolerance
+    return Proof(
+        component=component.name, right=right, trials=trials, trial=worst.trial, error=finite(worst.error),
+        tolerance=finite(worst.tolerance), problem=problem or ("no trial" if not trials else ""),
+        seconds=round(time.perf_counter() - started, 3), lasting=lasting,
+    )  # fmt: skip
+
+
+def closeness(measured: Measured) -> float:
+    """Returns how close an error is to its tolerance, from 0 to 1."""
+    return measured.error / max(measured.tolerance, 1e-30)
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Runs the block without what the caller may have switched on: gradients, inference mode and autocast.
+
+    Nothing in the block draws from a global random generator, whose state stays as it is.
+    """
+    casts = torch.amp.is_autocast_available(device.type)
+    autocast = torch.autocast(device.type, enabled=False) if casts else nullcontext()
+    with torch.inference_mode(False), torch.no_grad(), autocast:
+        yield
+
+
+@contextmanager
+def exclusive() -> Iterator[None]:
+    """Keeps checks of other threads from the device while the block captures a CUDA graph."""
+    with _lock:
+        yield
+
+
+def warn_of(found: Proof, target: Target) -> None:
+    """Warns of a wrong component once for each device."""
+    if (found.component, target.device) in _warned:
+        return
+    _warned.add((found.component, target.device))
+    component = COMPONENTS[found.component]
+    warn(
+        f"{component.title} cannot be used on {describe(target.device)}: {found.reason()}. {component.instead}. "
+        f"Please {REPORT}."
+    )
+
+
+def check_alive(component: Component, device: torch.device) -> None:
+    """Refuses to continue on a device that a failed check has left unusable, as CUDA's errors can."""
+    try:
+        usable = torch.ones(2, device=device).sum().item() == 2
+    except Exception:
+        usable = False
+    if not usable:
+        raise RestoreKVError(
+            f"{describe(device)} stopped answering while restorekv checked {lowered(component.title)}; start again, "
+            f"which will do without, and {REPORT}."
+        )
+
+
+def forget() -> None:
+    """Forgets what this process knows; files stay."""
+    with _lock:
+        _proofs.clear()
+        _warned.clear()
+        identify.cache_clear()
+
+
+def place_of(name: str, target: Target) -> tuple:
+    """Returns under what a proof is remembered in the process."""
+    return name, target, allows_tf32()
+
+
+def allows_tf32() -> bool:
+    """Returns whether products of float32 matrices may be rounded to TF32, which a user can allow."""
+    return torch.get_float32_matmul_precision() != "highest" or torch.backends.cuda.matmul.allow_tf32
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Returns whether this thread is capturing a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for the device, so that what went wrong there shows now."""
+    if device.type in ("cuda", "mps", "xpu"):
+        getattr(torch, device.type).synchronize()
+
+
+def tolerance(dtype: torch.dtype, largest: float, products: bool = True) -> float:
+    """Returns the error of a softmax average, relative to the longest value, that rounding explains.
+
+    Weights and the result are rounded to `dtype`, by eps / 2 each; twice that is allowed. Logits of up to `largest` and
+    sums are float32: a logit that is off by d changes a weight by the factor e^d. `products` are PyTorch's own, in
+    which float32 factors may be rounded to TF32.
+    """
+    rounding = TF32 if products and allows_tf32() else 0.0
+    return 2 * max(torch.finfo(dtype).eps, SINGLE) + (8 * SINGLE + 2 * rounding) * (1 + largest)
+
+
+def finite(number: float) -> float | None:
+    """Returns a number that JSON can hold, or None."""
+    return float(number) if math.isfinite(number) else None
+
+
+def lowered(title: str) -> str:
+    """Returns a title for the middle of a sentence."""
+    return title[0].lower() + title[1:]
+
+
+@cache
+def identify(device: torch.device) -> dict[str, object]:
+    """Returns what determines how a device computes: its name and driver, the libraries, and our own code."""
+    known: dict[str, object] = {"kind": device.type, "name": platform.processor() or platform.machine()}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        capability = f"{properties.major}.{properties.minor}"
+        known |= {"name": properties.name, "capability": capability, "driver": driver(), "cuda": torch.version.cuda}
+        known["hip"] = torch.version.hip
+    elif device.type == "xpu":
+        properties = torch.xpu.get_device_properties(device)
+        known |= {"name": properties.name, "driver": str(getattr(properties, "driver_version", ""))}
+    elif device.type == "mps":
+        known["driver"] = platform.mac_ver()[0]
+    return {
+        **known, "torch": torch.__version__, "triton": package_version("triton"), "restorekv": __version__,
+        "code": code_digest(),
+    }  # fmt: skip
+
+
+def describe(device: torch.device) -> str:
+    """Returns a device with its versions, for a sentence."""
+    known = identify(device)
+    parts = [str(device), f"driver {known['driver']}" if known.get("driver") else "", f"torch {known['torch']}"]
+    parts.append(f"Triton {known['triton']}" if known["triton"] else "")
+    return f"{known['name']} ({', '.join(filter(None, parts))})"
+
+
+def driver() -> str:
+    """Returns the version of NVIDIA's driver or, where the system does not say, the newest CUDA that it supports."""
+    try:
+        found = re.search(r"Module\s+(?:for \S+\s+)?([0-9.]+)", DRIVER.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        found = None
+    if found:
+        return found[1]
+    ask = getattr(torch._C, "_cuda_getDriverVersion", None)
+    return str(ask()) if ask else ""
+
+
+def package_version(name: str) -> str:
+    """Returns the version of an installed package, or nothing."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+@cache
+def code_digest() -> str:
+    """Returns 16 hex digits for the code that proofs are about, so that a changed kernel is checked again."""
+    digest = hashlib.sha256()
+    parts = [*PACKAGE.glob("cache/*.py"), *PACKAGE.glob("model/**/*.py"), *PACKAGE.glob("evictors/*.py")]
+    parts += PACKAGE.glob("compression/*.py")
+    for path in sorted(parts):
+        digest.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0")
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,291 @@
+"""Small ragged inputs on which a backend of attention is compared with `naive.py` in float64 on the CPU.
+
+Heads keep unequal numbers of pairs around the edges of tiles, some none. A third of the queries is random; the others
+point at one pair each, the first or last of a head or a tile, of the tail or just behind what the query may see, so
+that a pair that is missed or seen too early changes a row by as much as its values are long. What no query may see
+holds values a hundred times as large.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from restorekv.cache import quantized
+from restorekv.cache.quantized import Packed
+from restorekv.cache.ragged import RaggedLayer
+from restorekv.model.attention import cascade, frozen, naive, stored
+from restorekv.model.attention.naive import causal
+from restorekv.model.attention.proofs import SINGLE, Component, Measured, Target, register, tolerance
+
+try:
+    from restorekv.model.attention import triton_attend
+except ImportError:  # an extra: pip install 'restorekv[triton]'
+    triton_attend = None
+
+LENGTHS = (130, 0, 1, 64, 65, 63, 7, 300)  # pairs that heads keep; a trial's first head starts somewhere in here
+SEEN = 8.0  # the logit of a pair that a query points at, about; random logits have a deviation of 2
+HIDDEN = 100.0  # how much longer values are that no query may see
+Attend = Callable[[Tensor, RaggedLayer, Tensor | None, float], Tensor]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """B questions of Q tokens each over a context, with a tail of `tail` columns, which starts a buffer.
+
+    With `masked`, questions are padded on the left after the first column. The buffer has `spare` more columns, which a
+    `fixed` tail shows and its mask hides, as for steps of fixed work. `first` is where in LENGTHS the first head
+    starts, or None for empty heads.
+    """
+
+    name: str
+    batch: int
+    queries: int
+    tail: int
+    first: int | None
+    masked: bool = False
+    bias: bool = False
+    spare: int = 0
+    fixed: bool = False
+
+
+TRIALS = (
+    Trial("one token", batch=1, queries=1, tail=5, first=0),
+    Trial("padded answers with a bias", batch=3, queries=1, tail=70, first=3, masked=True, bias=True, spare=6),
+    Trial("two questions", batch=2, queries=7, tail=9, first=6),
+    Trial("long questions, padded", batch=2, queries=33, tail=66, first=7, masked=True),
+    Trial("a step of fixed work", batch=2, queries=1, tail=20, first=4, masked=True, spare=30, fixed=True),
+    Trial("empty heads", batch=2, queries=2, tail=6, first=None, masked=True),
+    Trial("one long question, padded, with a bias", batch=1, queries=12, tail=82, first=2, masked=True, bias=True),
+    Trial("several short questions with a bias", batch=4, queries=3, tail=5, first=5, bias=True),
+)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A trial's inputs on the CPU in the target's dtype; `longest` value and `largest` logit that a query sees."""
+
+    query: Tensor
+    layer: RaggedLayer
+    mask: Tensor | None
+    scale: float
+    longest: float
+    largest: float
+
+    def defined(self) -> Tensor:
+        """Returns the definition's result in float64."""
+        return naive.attend(self.query.double(), in_float64(self.layer), self.mask, self.scale)
+
+    def error(self, found: Tensor, wanted: Tensor) -> float:
+        """Returns the largest distance between rows, relative to the longest value."""
+        if found.shape != wanted.shape:
+            return math.inf
+        return float((found.detach().cpu().double() - wanted).norm(dim=-1).max()) / self.longest
+
+
+def make_sample(target: Target, trial: Trial) -> Sample:
+    """Draws a trial's inputs, the same for every device."""
+    generator = torch.Generator().manual_seed(TRIALS.index(trial) if trial in TRIALS else 99)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
+
+    heads, groups, dim, dtype = target.heads, target.groups, target.dim, target.dtype
+    batch, queries, tail = trial.batch, trial.queries, trial.tail
+    lengths = [0 if trial.first is None else LENGTHS[(trial.first + head) % len(LENGTHS)] for head in range(heads)]
+    edges = [sum(lengths[:head]) for head in range(heads + 1)]
+    context_keys, context_values = (draw(edges[-1], dim).to(dtype) for _ in range(2))
+    columns = tail + trial.spare
+    keys, values = (draw(batch, heads, columns, dim).to(dtype) for _ in range(2))
+    bias = draw(edges[-1]).to(torch.promote_types(dtype, torch.float32)) if trial.bias else None
+    visible = visible_columns(trial)
+    query = draw(batch, heads, groups, queries, dim) * 2
+    for head in range(heads):
+        context = context_keys[edges[head] : edges[head + 1]].double()
+        places = [place for place in (0, 63, 64, len(context) - 1) if 0 <= place < len(context)]
+        for row in range(batch):
+            near = keys[row, head, max(tail - queries - 1, 0) : tail + 1].double()
+            point_at(query[row, head], torch.cat([context[places], keys[row, head, :1].double(), near]))
+    query = query.to(dtype)
+    scale = dim**-0.5
+    longest = float(torch.cat([context_values, values.flatten(0, -2)]).double().norm(dim=-1).max())
+    seen = visible.any(2).expand(batch, heads, -1)[..., None]  # (B, H, columns, 1): by any query
+    values = torch.where(seen, values, values * HIDDEN)
+    layer = ragged_layer(
+        context_keys, context_values, edges, keys[:, :, :tail] if not trial.fixed else keys,
+        values[:, :, :tail] if not trial.fixed else values, bias,
+    )  # fmt: skip
+    shown = layer.columns
+    mask = visible[..., :shown] if trial.masked else None
+    largest = float((query.double().norm(dim=-1).max() * keys.double().norm(dim=-1).max()) * scale)
+    return Sample(query, layer, mask, scale, longest, largest)
+
+
+def visible_columns(trial: Trial) -> Tensor:
+    """Returns which columns of the buffer each query sees: (B, 1, Q, tail + spare) bool."""
+    visible = causal(trial.queries, trial.tail, torch.device("cpu")).expand(trial.batch, 1, -1, -1).clone()
+    if trial.masked:
+        for row in range(trial.batch):
+            visible[row, :, :, 1 : 1 + min(row + 1, trial.tail - trial.queries)] = False
+    return torch.nn.functional.pad(visible, (0, trial.spare), value=False)
+
+
+def point_at(query: Tensor, keys: Tensor) -> None:
+    """Turns two thirds of the queries (G, Q, D) towards one of the keys (n, D) each."""
+    rows = query.view(-1, query.shape[-1])
+    for number in range(len(rows)):
+        if number % 3:
+            key = keys[(number - number // 3 - 1) % len(keys)]
+            rows[number] = rows[number] / 8 + key * (SEEN * len(key) ** 0.5 / key.square().sum().clamp_min(1e-6))
+
+
+def ragged_layer(
+    context_keys: Tensor | Packed, context_values: Tensor | Packed, edges: list[int], keys: Tensor, values: Tensor,
+    bias: Tensor | None,
+) -> RaggedLayer:  # fmt: skip
+    """Returns a layer with a context, whose head h has the rows edges[h]:edges[h + 1], and a tail."""
+    offsets = torch.tensor(edges, dtype=torch.int32, device=keys.device)
+    positions = torch.zeros(edges[-1], dtype=torch.int32, device=keys.device)
+    nothing = keys[:1, :, :0]
+    layer = RaggedLayer(context_keys, context_values, offsets, positions, edges[-1], nothing, nothing, bias)
+    layer.keys, layer.values = keys, values
+    return layer
+
+
+def in_float64(layer: RaggedLayer) -> RaggedLayer:
+    """Returns a layer with the same numbers in float64, on the CPU."""
+    context = (layer.context_keys, layer.context_values)
+    exact = [x.rows(slice(None), torch.float64) if isinstance(x, Packed) else x.double() for x in context]
+    bias = None if layer.bias is None else layer.bias.double()
+    return ragged_layer(*exact, list(layer.bounds), layer.keys.double(), layer.values.double(), bias)
+
+
+def on_device(layer: RaggedLayer, device: torch.device) -> RaggedLayer:
+    """Returns a copy of a layer on a device; its tail is the beginning of a longer buffer of NaN, as views are."""
+    context = (layer.context_keys.to(device), layer.context_values.to(device))
+    bias = None if layer.bias is None else layer.bias.to(device)
+    tail = []
+    for states in layer.pair:
+        room = states.new_full((*states.shape[:2], states.shape[2] + 3, states.shape[3]), math.nan)
+        room[:, :, : states.shape[2]] = states
+        tail.append(room.to(device)[:, :, : states.shape[2]])
+    return ragged_layer(*context, list(layer.bounds), *tail, bias)
+
+
+def measure_backend(attend: Callable[[], Attend], target: Target, products: bool = True) -> Iterator[Measured]:
+    """Compares a backend with the definition in every trial."""
+    for trial in TRIALS:
+        sample = make_sample(target, trial)
+        device = target.device
+        mask = None if sample.mask is None else sample.mask.to(device)
+        found = attend()(sample.query.to(device), on_device(sample.layer, device), mask, sample.scale)
+        allowed = tolerance(target.dtype, sample.largest, products)
+        yield Measured(trial.name, sample.error(found, sample.defined()), allowed)
+
+
+def measure_frozen(target: Target) -> Iterator[Measured]:
+    """Compares `frozen` with the definition, and its gradients with those of the definition."""
+    yield from measure_backend(lambda: frozen.attend, target)
+    sample = make_sample(target, TRIALS[1])
+    wanted = gradients(naive.attend, sample.query.double(), in_float64(sample.layer), sample.mask, sample.scale)
+    layer, mask = on_device(sample.layer, target.device), sample.mask.to(target.device)
+    found = gradients(frozen.attend, sample.query.to(target.device), layer, mask, sample.scale)
+    for name, ours, theirs in zip(("queries", "keys", "values"), found, wanted, strict=True):
+        longest = float(theirs.norm(dim=-1).max())
+        error = float((ours.cpu().double() - theirs).norm(dim=-1).max()) / longest
+        yield Measured(f"gradients of {name}", error, 4 * tolerance(target.dtype, sample.largest))
+
+
+def gradients(
+    attend: Attend, query: Tensor, layer: RaggedLayer, mask: Tensor | None, scale: float
+) -> tuple[Tensor, ...]:
+    """Returns the gradients that reach the query and the tail's keys and values."""
+    leaves = [x.detach().clone().requires_grad_() for x in (query, *layer.pair)]
+    layer = copy.copy(layer)
+    layer.keys, layer.values = leaves[1:]
+    with torch.enable_grad():
+        result = attend(leaves[0], layer, mask, scale)
+        pattern = torch.linspace(-1, 1, result.shape[-1], dtype=result.dtype, device=result.device)
+        return torch.autograd.grad((result * pattern).sum(), leaves)
+
+
+def measure_storage(storage: str, target: Target) -> Iterator[Measured]:
+    """Checks what packing, unpacking and attention over a packed context compute on the device."""
+    allowed = tolerance(target.dtype, 0.0)
+    for trial in TRIALS[:4]:
+        sample = make_sample(target, trial)
+        plain, bounds = sample.layer, sample.layer.bounds
+        rows = plain.context_keys, plain.context_values
+        packed = quantized.pack(*rows, bounds, storage)
+        there = quantized.pack(*(x.to(target.device) for x in rows), bounds, storage)
+        for name, exact, ours, theirs in zip(("keys", "values"), rows, there, packed, strict=True):
+            found = ours.to(torch.device("cpu"))
+            yield Measured(f"packing {name}, {trial.name}", packing_error(exact, found, storage), 1.0)
+            read = theirs.to(target.device)[:].cpu()
+            longest = float(theirs[:].double().abs().max()) if len(theirs) else 1.0
+            error = float((read.double() - theirs.rows(slice(None), torch.float64)).abs().max()) if len(theirs) else 0.0
+            yield Measured(f"reading {name}, {trial.name}", error / longest, allowed)
+        layer = ragged_layer(*packed, list(bounds), *plain.pair, plain.bias)
+        exact = in_float64(layer)
+        wanted = naive.attend(sample.query.double(), exact, sample.mask, sample.scale)
+        mask = None if sample.mask is None else sample.mask.to(target.device)
+        found = stored.attend(sample.query.to(target.device), on_device(layer, target.device), mask, sample.scale)
+        yield Measured(trial.name, sample.error(found, wanted), tolerance(target.dtype, sample.largest))
+
+
+def packing_error(exact: Tensor, packed: Packed, storage: str) -> float:
+    """Returns how far packed numbers (on the CPU) are from the exact ones, relative to what 8 bits allow."""
+    if not len(exact):
+        return 0.0
+    read = packed.rows(slice(None), torch.float64)
+    ones = Packed(torch.ones_like(packed.codes), packed.scales, packed.starts, packed.dtype)
+    scales = ones.rows(slice(None), torch.float64)
+    allowed = scales / 2 if storage == "int8" else torch.maximum(exact.double().abs() / 16, scales / 1024)
+    largest = float(exact.double().abs().max())
+    return float(((read - exact.double()).abs() / (allowed + 4 * SINGLE * largest)).max())
+
+
+def on_cpu_alone(device: torch.device, dtype: torch.dtype) -> str:
+    return "" if device.type == "cpu" else "it is for CPUs"
+
+
+def everywhere(device: torch.device, dtype: torch.dtype) -> str:
+    return ""
+
+
+def needs_kernels(device: torch.device, dtype: torch.dtype) -> str:
+    """Says why the Triton kernels are not used on a device, or nothing."""
+    if triton_attend is None:
+        return "Triton is not installed: pip install 'restorekv[triton]'"
+    if dtype not in triton_attend.DTYPES:
+        return f"the kernels have no {str(dtype).removeprefix('torch.')}"
+    if device.type == "cuda" or (triton_attend.INTERPRETED and device.type == "cpu"):
+        return ""
+    return "it is for CUDA devices"
+
+
+register(Component(
+    "naive", "PyTorch's own operations", "Nothing else is there to answer", everywhere,
+    lambda target: measure_backend(lambda: naive.attend, target),
+))  # fmt: skip
+register(Component(
+    "triton", "The Triton kernels of attention", "PyTorch's own operations answer, more slowly", needs_kernels,
+    lambda target: measure_backend(lambda: triton_attend.attend, target, products=False),
+))  # fmt: skip
+register(Component(
+    "cascade", "The CPU's fused attention (cascade)", "Slower operations answer", on_cpu_alone,
+    lambda target: measure_backend(lambda: cascade.attend, target),
+))  # fmt: skip
+register(Component(
+    "frozen", "Attention in blocks of rows (frozen)", "Slower operations answer", everywhere, measure_frozen,
+))  # fmt: skip
+for storage in quantized.KINDS:
+    register(Component(
+        storage, f"8-bit storage as {storage}", "Numbers are packed and unpacked on the CPU, which takes longer",
+        everywhere, lambda target, storage=storage: measure_storage(storage, target),
+    ))  # fmt: skip

@@ -1,0 +1,172 @@
+"""`restorekv doctor`: what it prints and writes, what it says of broken code, and what it never tells."""
+
+import json
+import threading
+
+import pytest
+import torch
+
+from restorekv.cli import diagnosis
+from restorekv.model.attention import cascade, naive, proofs, trials
+from restorekv.model.attention.proofs import COMPONENTS
+from tests.helpers import fake_device
+from tests.helpers.cli_world import cli
+from tests.helpers.models import build_model
+
+WORD = "a-secret-word-of-mine"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Two trials of attention, and short benchmarks."""
+    monkeypatch.setattr(trials, "TRIALS", trials.TRIALS[:2])
+    monkeypatch.setattr(trials, "needs_kernels", lambda device, dtype: "it is for CUDA devices")
+    for name in ("triton", "maxima"):
+        if name in COMPONENTS:
+            kernel = COMPONENTS[name]
+            monkeypatch.setitem(COMPONENTS, name, proofs.Component(
+                kernel.name, kernel.title, kernel.instead, lambda device, dtype: "it is for CUDA devices",
+                kernel.measure,
+            ))  # fmt: skip
+    monkeypatch.setattr(diagnosis, "TOKENS", 256)
+    monkeypatch.setattr(diagnosis, "COPIED", 1 << 16)
+    monkeypatch.setattr(diagnosis, "BENCHMARK_SECONDS", 0.0)
+    monkeypatch.setattr(diagnosis, "reachable", lambda: False)
+
+
+def test_a_healthy_machine(tmp_path):
+    result = cli("doctor", "--device", "cpu", "-o", tmp_path / "report.json")
+    assert result.code == 0 and not result.err
+    assert "Everything that is used here has proven itself." in result.out
+    report = json.loads((tmp_path / "report.json").read_text())
+    [check] = report["checks"]
+    rows = {row["component"]: row for row in check["components"]}
+    assert set(rows) == set(COMPONENTS)
+    assert all(row["used"] == (name not in ("triton", "maxima", "offload-plain")) for name, row in rows.items())
+    assert all(name in result.out for name in rows)
+    assert rows["naive"]["proof"]["error"] <= rows["naive"]["proof"]["tolerance"] < 1e-3
+    assert check["benchmark"]["backend"] == "cascade" and check["benchmark"]["full / compressed"] > 0
+    assert report["shape"] == {"model": "smollm2", "heads": 3, "groups": 3, "dim": 64}
+    assert {"restorekv", "torch", "transformers", "triton", "peft", "safetensors", "vllm", "python"} <= set(
+        report["versions"]
+    )
+    assert report["devices"][0]["device"] == "cpu" and "memory" in report["machine"]
+
+
+def test_the_shape_is_the_model_s(tmp_path):
+    build_model("qwen3", num_key_value_heads=1).save_pretrained(tmp_path / "private-model")
+    result = cli(
+        "doctor", "--device", "cpu", "--model", tmp_path / "private-model", "--dtype", "bfloat16", "-o", tmp_path / "r"
+    )
+    assert result.code == 0, result.err
+    text = (tmp_path / "r").read_text()
+    assert json.loads(text)["shape"] == {
+        "model": "a file or folder of this machine", "heads": 1, "groups": 4, "dim": 16,
+    }  # fmt: skip
+    assert json.loads(text)["checks"][0]["dtype"] == "bfloat16" and "private-model" not in text
+
+
+def test_a_broken_component_is_told_and_is_no_failure(monkeypatch, tmp_path):
+    attend = cascade.attend
+    monkeypatch.setattr(cascade, "attend", lambda *given: attend(*given) * 1.1)
+    result = cli("doctor", "--device", "cpu", "-o", tmp_path / "report.json")
+    assert result.code == 0 and "Not used because it did not prove itself: cascade on cpu" in result.out
+    rows = json.loads((tmp_path / "report.json").read_text())["checks"][0]["components"]
+    [row] = [row for row in rows if row["component"] == "cascade"]
+    assert not row["used"] and "off by" in row["why"] and row["proof"]["error"] > row["proof"]["tolerance"]
+
+
+def test_a_device_that_is_wrong_itself_is_a_failure(monkeypatch, tmp_path):
+    attend = naive.attend
+    monkeypatch.setattr(naive, "attend", lambda q, *more: attend(q, *more) * (1 + 0.1 * (q.dtype != torch.double)))
+    result = cli("doctor", "--device", "cpu", "-o", tmp_path / "report.json")
+    assert result.code == 1 and "own operations compute attention wrongly on cpu" in result.err
+    assert json.loads((tmp_path / "report.json").read_text())["checks"]
+
+
+def test_again_checks_again(monkeypatch, tmp_path):
+    """On a device that remembers."""
+    fake_device.install(monkeypatch, tmp_path / "cache")
+    monkeypatch.setattr(diagnosis, "benchmark", lambda target: {"problem": "not now"})
+    calls, component = [], COMPONENTS["naive"]
+
+    def measure(target):
+        calls.append(target)
+        yield proofs.Measured("all", 0.0, 1.0)
+
+    for name in list(COMPONENTS):
+        if name != "naive":
+            monkeypatch.delitem(COMPONENTS, name)
+    again = proofs.Component("naive", component.title, component.instead, trials.everywhere, measure)
+    monkeypatch.setitem(COMPONENTS, "naive", again)
+    for words, count in (((), 1), ((), 1), (("--again",), 2)):
+        proofs.forget()
+        result = cli("doctor", "--device", "cpu", *words)
+        assert result.code == 0 and len(calls) == count, result.err
+    proofs.forget()
+
+
+def test_the_file_tells_nothing_private(monkeypatch, tmp_path):
+    home = tmp_path / "home" / "ada.lovelace"
+    home.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("RESTOREKV_CACHE", str(home / "cache"))
+    monkeypatch.setenv("HF_TOKEN", WORD)
+    monkeypatch.setenv("RESTOREKV_KEY", WORD[::-1])
+    monkeypatch.setattr(diagnosis.getpass, "getuser", lambda: "alovelace")
+    monkeypatch.setattr(diagnosis.platform, "node", lambda: "ada-laptop")
+    attend = cascade.attend
+
+    def failing(query, *more):
+        raise RuntimeError(
+            f"cannot open {home}/x or /home/bob/y or /Users/Carl/z with {WORD} and {WORD[::-1]} at "
+            "https://me:pass@host, said alovelace of ada-laptop"
+        )
+
+    monkeypatch.setattr(cascade, "attend", failing)
+    result = cli("doctor", "--device", "cpu", "-o", tmp_path / "report.json")
+    assert result.code == 0 and attend
+    text = (tmp_path / "report.json").read_text()
+    assert "cannot open ~/x or ~/y or ~/z" in text
+    for private in ("lovelace", "ada-laptop", "/home/", "/Users/", WORD, WORD[::-1], "pass@", "bob", "Carl"):
+        assert private not in text, private
+    assert json.loads(text)["places"]["models and proofs of restorekv"] == "~/cache"
+
+
+def test_common_words_are_not_taken_for_names(monkeypatch):
+    monkeypatch.setattr(diagnosis.getpass, "getuser", lambda: "root")
+    monkeypatch.setattr(diagnosis.platform, "node", lambda: "localhost")
+    assert diagnosis.clean("the root of localhost") == "the root of localhost"
+
+
+@pytest.mark.parametrize(("offline", "word"), [(True, "HF_HUB_OFFLINE is set"), (False, "cannot be reached")])
+def test_the_hub_is_asked_once_at_most(monkeypatch, offline, word):
+    asked = []
+    monkeypatch.setattr(diagnosis.constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(diagnosis, "reachable", lambda: asked.append(1) and False)
+    assert word in diagnosis.hub() and len(asked) == (not offline)
+
+
+def test_a_hub_that_does_not_answer_holds_nothing_up(monkeypatch):
+    gate = threading.Event()
+    monkeypatch.setattr(diagnosis.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(diagnosis, "HUB_SECONDS", 0.05)
+    monkeypatch.setattr(diagnosis, "reachable", lambda: gate.wait(30))
+    try:
+        assert diagnosis.hub() == "no answer within 0.05 seconds"
+    finally:
+        gate.set()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--device", "nowhere"), "There is no device"),
+        (("--dtype", "float8"), "The dtype is one of"),
+        (("--model", "/nothing/here"), "Cannot read the config of"),
+        (("-o", "/nothing/here.json"), "does not exist"),
+    ],
+)
+def test_bad_input_gets_a_sentence(words, sentence):
+    result = cli("doctor", *words)
+    assert result.code in (1, 2) and sentence in result.err and "Traceback" not in result.err

@@ -1,0 +1,363 @@
+"""CUDA graphs and offloading streams that are wrong on purpose, on a CPU that plays a GPU: answers stay right."""
+
+import warnings
+
+import pytest
+import torch
+
+from restorekv.compression import generate, step_trials
+from restorekv.compression.answers import ask
+from restorekv.compression.compressor import compress
+from restorekv.errors import RestoreKVWarning
+from restorekv.evictors import attend, pass_trials
+from restorekv.model import attention, offload
+from restorekv.model.attention import blocked, naive, proofs, trials
+from restorekv.model.attention.proofs import Target
+from restorekv.model.offload import HostStore
+from restorekv.model.prefill import prefill
+from restorekv.model.prompt import make_context
+from restorekv.model.shape import CacheShape
+from tests.helpers import fake_device
+from tests.helpers.decoding import QUESTIONS, TEXT, make_cache
+from tests.helpers.fake_device import FakeGraph
+from tests.helpers.models import build_model
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TARGET = Target(torch.device("cpu"), 2, 2, 16, torch.float32)
+
+
+@pytest.fixture
+def fake(monkeypatch, tmp_path):
+    fake_device.install(monkeypatch, tmp_path)
+    monkeypatch.setattr(attention, "LADDER", {name: attention.LADDER[name] for name in ("cascade", "frozen", "naive")})
+    monkeypatch.setattr(attend, "triton_maxima", None)
+    yield monkeypatch
+    proofs.forget()
+
+
+@pytest.fixture
+def case(tiny_tokenizer):
+    model = build_model("qwen3", num_hidden_layers=2)
+    context = make_context(tiny_tokenizer, TEXT)
+    return model, tiny_tokenizer, context, make_cache(model, context)
+
+
+# Graphs
+
+
+def stale(self):
+    """Nothing is computed again."""
+
+
+def part_of(first, last):
+    """Some of the operations are missing in a replay."""
+
+    def replay(self, whole=FakeGraph.replay):
+        calls, self.calls = self.calls, self.calls[first:last]
+        whole(self)
+        self.calls = calls
+
+    return replay
+
+
+def of_the_capture(self, whole=FakeGraph.replay):
+    """Inputs are those of the capture, for ever."""
+    self.inputs = getattr(self, "inputs", None) or [
+        [x.clone() if isinstance(x, torch.Tensor) and x.dtype == torch.long else x for x in args]
+        for _, args, _, _ in self.calls
+    ]
+    calls = self.calls
+    self.calls = [(f, old, more, made) for (f, _, more, made), old in zip(calls, self.inputs, strict=True)]
+    whole(self)
+    self.calls = calls
+
+
+REPLAYS = [stale, part_of(0, -4), part_of(4, None), of_the_capture]
+
+
+def test_graphs_that_are_right_are_used(fake, case):
+    plain = ask(*case, QUESTIONS[:3], [4, 20, 20])
+    assert ask(*case, QUESTIONS[:3], [4, 20, 20], graph=True) == plain
+    assert FakeGraph.captured == 3  # two trials, and the model
+    assert case[0] in generate.GRAPHED
+    assert ask(*case, QUESTIONS[:2], 9, graph=True) == ask(*case, QUESTIONS[:2], 9)
+    assert FakeGraph.captured == 4
+
+
+@pytest.mark.parametrize("replay", REPLAYS)
+def test_a_graph_that_is_wrong_is_not_used(fake, case, replay):
+    plain = ask(*case, QUESTIONS[:3], [4, 20, 20])
+    fake.setattr(FakeGraph, "replay", replay)
+    with pytest.warns(RestoreKVWarning, match="CUDA graphs cannot be used on Fake 9000") as told:
+        assert ask(*case, QUESTIONS[:3], [4, 20, 20], graph=True) == plain
+    assert len(told) == 1 and FakeGraph.captured == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ask(*case, QUESTIONS[:3], [4, 20, 20], graph=True) == plain
+    assert FakeGraph.captured == 1
+
+
+@pytest.mark.parametrize("replay", REPLAYS)
+def test_a_model_whose_replays_are_wrong_steps_as_usual(fake, case, replay):
+    """The small decoder's graphs are right, and this model's are not."""
+    assert proofs.check(proofs.COMPONENTS["graph"], TARGET).right
+    fake.setattr(generate, "can_graph", lambda model, device: True)
+    plain = ask(*case, QUESTIONS[:3], 20)
+    fake.setattr(FakeGraph, "replay", replay)
+    with pytest.warns(RestoreKVWarning, match="Qwen3ForCausalLM is not run as a CUDA graph") as told:
+        assert ask(*case, QUESTIONS[:3], 20, graph=True) == plain
+    assert len(told) == 1 and case[0] in generate.NEVER_GRAPHED
+    captured = FakeGraph.captured
+    assert ask(*case, QUESTIONS[:3], 20, graph=True) == plain and FakeGraph.captured == captured
+
+
+def test_a_model_whose_second_replay_is_stale_is_found(fake, case):
+    fake.setattr(generate, "can_graph", lambda model, device: True)
+    plain, count, right = ask(*case, QUESTIONS[:3], 20), [0], FakeGraph.replay
+
+    def replay(self):
+        count[0] += 1
+        if count[0] == 1:
+            right(self)
+
+    fake.setattr(FakeGraph, "replay", replay)
+    with pytest.warns(RestoreKVWarning, match="not run as a CUDA graph"):
+        assert ask(*case, QUESTIONS[:3], 20, graph=True) == plain
+    assert count == [2]
+
+
+def test_a_model_that_cannot_be_captured_steps_as_usual(fake, case):
+    fake.setattr(generate, "can_graph", lambda model, device: True)
+    plain = ask(*case, QUESTIONS[:3], 20)
+
+    def refused(self):
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    with fake.context() as capturing:
+        capturing.setattr(generate.Steps, "capture", refused)
+        with pytest.warns(
+            RestoreKVWarning, match=r"cannot be captured \(RuntimeError: CUDA error: operation not"
+        ) as told:
+            assert ask(*case, QUESTIONS[:3], 20, graph=True) == plain
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ask(*case, QUESTIONS[:3], 20, graph=True) == plain
+    assert not FakeGraph.captured
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 8), (3, 3, 64), (4, 2, 33)])
+def test_steps_prove_themselves_in_every_shape(shape, dtype):
+    found = proofs.check(proofs.COMPONENTS["graph"], Target(torch.device("cpu"), *shape, dtype))
+    assert found.right and found.trials == 4 * step_trials.STEPS, found
+
+
+# Offloading
+
+
+def no_wait(self):
+    """Readers do not wait for the second stream."""
+
+
+def late_wait(fake):
+    """The first version of `append`: it joined a layer that was still on its way with its new pairs."""
+    append = HostStore.append
+
+    def broken(self, layer, new):
+        with fake.context() as unwaited:
+            if layer.length != new[0].shape[-2] and layer.index in self.on_device:
+                unwaited.setattr(self, "wait", lambda: None)
+                pair = self.on_device.pop(layer.index)
+                self.on_device[layer.index] = tuple(torch.cat(each, 2) for each in zip(pair, new, strict=True))
+                unwaited.undo()
+                return self.load(layer)
+        return append(self, layer, new)
+
+    return broken
+
+
+def another_layer(self, layer, copy=HostStore.copy_to_device):
+    """What arrives is the layer before."""
+    return copy(
+        self, self.layers[layer.index - 1] if layer.index == 2 and self.layers[1].length == layer.length else layer
+    )
+
+
+def kept_too_long(self, layer, new):
+    """New pairs are not joined with the copy that is on the device."""
+    return self.load(layer)
+
+
+def lost_columns(self, layer, target, states, write=HostStore.write):
+    write(self, layer, target[:, :, :-1], states[:, :, :-1])
+
+
+def break_store(fake, fault):
+    if fault is late_wait:
+        fake.setattr(HostStore, "append", late_wait(fake))
+        return
+    place = {no_wait: "wait", another_layer: "copy_to_device", kept_too_long: "append", lost_columns: "write"}[fault]
+    right = getattr(HostStore, place)
+
+    def broken(self, *args):  # the store without streams stays right
+        return (fault if self.cuda else right)(self, *args)
+
+    fake.setattr(HostStore, place, broken)
+
+
+STORES = [no_wait, late_wait, another_layer, kept_too_long, lost_columns]
+
+
+@pytest.mark.parametrize("fault", STORES)
+def test_an_offloading_stream_that_is_wrong_is_not_used(fake, case, fault):
+    model, tokenizer = case[:2]
+    plain = compress(model, tokenizer, TEXT, ratio=0.4, adapter=None)
+    break_store(fake, fault)
+    with pytest.warns(RestoreKVWarning, match="Offloading cannot be used on Fake 9000.*waited for") as told:
+        found = compress(model, tokenizer, TEXT, ratio=0.4, adapter=None, offload=True)
+    assert len(told) == 1
+    assert found.ask(QUESTIONS[:2], 12) == plain.ask(QUESTIONS[:2], 12)
+    store = offload.offloaded(model, 9).layers[0].store
+    assert isinstance(store, HostStore) and store.stream is None
+
+
+def test_a_prefill_in_chunks_waits_for_the_second_stream(fake, case):
+    """A layer that was being copied was joined with its new pairs before it had arrived."""
+    model = case[0]
+    ids = torch.randint(3, 320, (1, 60), generator=torch.Generator().manual_seed(1))
+    plain = prefill(model, ids, 13)
+    shape = CacheShape.of(model)
+    store = HostStore(shape.layers, (shape.heads, 60, shape.head_dim), torch.float32, model.device)
+    assert store.stream is not None
+    found = prefill(model, ids, 13, offload.Cache(layers=store.layers))
+    for ours, theirs in zip(found.layers, plain.layers, strict=True):
+        assert ours.keys.equal(theirs.keys) and ours.values.equal(theirs.values)
+
+
+def test_where_no_copy_is_right_the_cache_stays_on_the_device(fake, case):
+    model, tokenizer = case[:2]
+    plain = compress(model, tokenizer, TEXT, ratio=0.4, adapter=None)
+    fake.setattr(HostStore, "write", lost_columns)
+    with pytest.warns(RestoreKVWarning, match="whole cache stays on the device"):
+        found = compress(model, tokenizer, TEXT, ratio=0.4, adapter=None, offload=True)
+    assert found.ask(QUESTIONS[:2], 12) == plain.ask(QUESTIONS[:2], 12)
+    assert type(offload.offloaded(model, 9)) is offload.DynamicCache
+
+
+def test_a_store_that_is_right_is_used(fake, case):
+    model, tokenizer = case[:2]
+    plain = compress(model, tokenizer, TEXT, ratio=0.4, adapter=None)
+    found = compress(model, tokenizer, TEXT, ratio=0.4, adapter=None, offload=True)
+    assert found.ask(QUESTIONS[:2], 12) == plain.ask(QUESTIONS[:2], 12)
+    assert offload.offloaded(model, 9).layers[0].store.stream is not None
+
+
+# Scoring
+
+
+def too_high(attended):
+    def broken(query, own, cached, scale, inside, on_weights):
+        return attended(query, own, cached, scale, inside, lambda *where: on_weights(*where[:3], where[3] * 1.01))
+
+    return broken
+
+
+def unscaled(attended):
+    def broken(query, own, cached, scale, *more):
+        return attended(query, own, cached, scale * 1.02, *more)
+
+    return broken
+
+
+def not_causal(attended):
+    def broken(query, own, cached, scale, inside, on_weights):
+        return attended(query, own, cached, scale, inside, on_weights).roll(1, 0)
+
+    return broken
+
+
+def failing(attended):
+    def broken(*_):
+        raise RuntimeError("no kernel image is available for execution on the device")
+
+    return broken
+
+
+@pytest.mark.parametrize("spec", ["kvzip:chunk=30", "kvzip+:chunk=30", "h2o:diagonal=false"])
+@pytest.mark.parametrize("fault", [too_high, unscaled, not_causal, failing])
+def test_scoring_that_is_wrong_is_not_used(fake, case, fault, spec):
+    model, tokenizer = case[:2]
+    plain = compress(model, tokenizer, TEXT, evictor=spec, ratio=0.4, adapter=None)
+    proofs.forget()
+    fake.setenv("RESTOREKV_CACHE", "/dev/null/nowhere")
+    fake.setattr(blocked, "attend", fault(blocked.attend))
+    with pytest.warns(RestoreKVWarning, match="Scoring in blocks of rows.*cannot be used") as told:
+        found = compress(model, tokenizer, TEXT, evictor=spec, ratio=0.4, adapter=None)
+    assert len(told) == 1
+    for ours, theirs in zip(found.cache.layers, plain.cache.layers, strict=True):
+        assert ours.positions.equal(theirs.positions)
+
+
+def test_kernels_of_scoring_that_are_wrong_are_not_used(fake):
+    """With a stand-in for the kernels, which take seconds in their interpreter."""
+
+    class Kernels:
+        factor = 1.0
+
+        @staticmethod
+        def usable(query):
+            return True
+
+        @staticmethod
+        def attend(query, own, cached, scale, sinks, start, end):
+            held, rows = cached[0].shape[1], query.shape[2]
+            keys, values = (torch.cat(both, 1)[:, None].double() for both in zip(cached, own, strict=True))
+            later = torch.ones(rows, held + rows, dtype=torch.bool).triu(held + 1)
+            logits = (query.double() @ keys.mT * scale).masked_fill(later, -torch.inf)
+            chosen = [*range(sinks), *range(start, end), *range(held, held + rows)]
+            output = (logits.softmax(-1) @ values).permute(2, 0, 1, 3).flatten(1, 2)
+            return output.to(query.dtype), (logits[..., chosen].logsumexp(-1) / torch.log(torch.tensor(2.0))).float()
+
+        @staticmethod
+        def highest(query, keys, lse, scale, own=False, diagonal=True):
+            logits = query.double() @ keys[:, None].double().mT * scale / torch.log(torch.tensor(2.0)) - lse[..., None]
+            if own:
+                logits = logits.masked_fill(torch.ones_like(logits[0, 0]).triu(1 if diagonal else 0).bool(), -torch.inf)
+            return logits.exp2().amax(2).float() * Kernels.factor
+
+    for dtype in DTYPES:
+        for factor, right in ((1.0, True), (1.002, False), (float("nan"), False)):
+            Kernels.factor = factor
+            measured = list(pass_trials.measure_maxima(Kernels, Target(TARGET.device, 2, 2, 16, dtype)))
+            assert all(error <= allowed for _, error, allowed in measured) is right
+    fake.setattr(attend, "triton_maxima", Kernels)
+    component = proofs.Component(
+        "maxima", "The Triton kernels of scoring", "PyTorch's own operations score", trials.everywhere,
+        lambda target: pass_trials.measure_maxima(Kernels, target),
+    )  # fmt: skip
+    fake.setitem(proofs.COMPONENTS, "maxima", component)
+    query = torch.zeros(2, 2, 4, 16)
+    with pytest.warns(RestoreKVWarning, match="kernels of scoring cannot be used"):
+        assert not attend.on_gpu(query)
+    Kernels.factor = 1.0
+    assert proofs.prove("maxima", TARGET, again=True).right and attend.on_gpu(query)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_definition_of_a_pass_is_what_blocks_compute(dtype):
+    for each in pass_trials.PASSES:
+        inputs = pass_trials.make_inputs(Target(TARGET.device, 2, 3, 16, dtype), each)
+        best = torch.zeros(2, 3, inputs.weights.shape[-1])
+
+        def on_weights(head, low, high, weights, best=best):
+            reached = best[head, :, : weights.shape[-1]]
+            torch.maximum(reached, weights.amax(1), out=reached)
+
+        inside = [slice(0, each.sinks), slice(each.start, each.end)]
+        output = naive.attend_pass(
+            inputs.query, inputs.own, lambda head, held=inputs.cached: tuple(x[head] for x in held), inputs.scale,
+            inside, on_weights,
+        )  # fmt: skip
+        for _, error, allowed in pass_trials.compare(each.name, inputs, output, best, inputs.weights.amax(2)):
+            assert error <= allowed

@@ -1,0 +1,148 @@
+"""A CPU that has to prove its code as a GPU has to, with graphs and streams that behave as CUDA's do.
+
+A captured graph holds the operations of the capture and the tensors that they read and write; a replay runs them again,
+on the same memory. Work on a second stream is done when somebody waits for that stream, and not before: until then its
+results are NaN.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from restorekv.compression import generate
+from restorekv.model import offload
+from restorekv.model.attention import proofs
+
+NAME = "Fake 9000"
+
+
+class Recorder(TorchDispatchMode):
+    """Runs operations, remembers them, and takes back in the end what they wrote to memory from before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple] = []
+        self.before: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        given = [*args, *kwargs.values()]
+        for place, argument in enumerate(function._schema.arguments):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written and place < len(given) and isinstance(given[place], Tensor):
+                self.before.append((given[place], given[place].clone()))
+        made = function(*args, **kwargs)
+        self.calls.append((function, args, kwargs, made))
+        return made
+
+    def take_back(self) -> None:
+        for tensor, value in reversed(self.before):
+            tensor.copy_(value)
+
+
+class FakeGraph:
+    """A CUDAGraph; `captured` counts those of a test."""
+
+    captured = 0
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+
+    def replay(self) -> None:
+        for function, args, kwargs, made in self.calls:
+            again = function(*args, **kwargs)
+            olds, news = (list(x) if isinstance(x, list | tuple) else [x] for x in (made, again))
+            for old, new in zip(olds, news, strict=True):
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+@contextlib.contextmanager
+def capture(graph: FakeGraph, capture_error_mode: str = "global") -> Iterator[None]:
+    recorder = Recorder()
+    with recorder:
+        yield
+    recorder.take_back()
+    graph.calls = recorder.calls
+    FakeGraph.captured += 1
+
+
+class FakeStream:
+    """Holds copies until somebody waits for it."""
+
+    def __init__(self, device: object = None) -> None:
+        self.waiting: list[Callable[[], None]] = []
+
+    def wait_stream(self, other: "FakeStream") -> None:
+        other.finish()
+
+    def synchronize(self) -> None:
+        self.finish()
+
+    def finish(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        for work in waiting:
+            work()
+
+
+class Delayed(TorchDispatchMode):
+    """Delays the copies of a block: their results are NaN until the stream is waited for."""
+
+    def __init__(self, stream: FakeStream) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is not torch.ops.aten._to_copy.default:
+            return function(*args, **(kwargs or {}))
+        made = torch.full_like(args[0], float("nan"), memory_format=torch.contiguous_format)
+        source = args[0]
+        self.stream.waiting.append(lambda: made.copy_(source))
+        return made
+
+
+@contextlib.contextmanager
+def on_stream(stream: FakeStream) -> Iterator[None]:
+    with Delayed(stream):
+        yield
+
+
+def install(monkeypatch: pytest.MonkeyPatch, folder: object) -> None:
+    """Makes the CPU a device with graphs and streams that has to prove itself, with proofs in `folder`."""
+    monkeypatch.setenv("RESTOREKV_CACHE", str(folder))
+    monkeypatch.setattr(proofs, "needed", lambda device: device.type == "cpu")
+    known = {"kind": "fake", "name": NAME, "driver": "1.2", "torch": "2.0", "triton": "3.0", "code": "0"}
+    monkeypatch.setattr(proofs, "identify", Identity(known))
+    monkeypatch.setattr(generate, "records", lambda device: device.type == "cpu")
+    monkeypatch.setattr(offload, "uses_streams", lambda device: True)
+    current = FakeStream()
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **more: empty(*size, **more))
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "stream", on_stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    FakeGraph.captured = 0
+    generate.GRAPHED.clear()
+    generate.NEVER_GRAPHED.clear()
+    proofs.forget()
+
+
+class Identity:
+    """What `identify` returns of the fake device; it has nothing to forget."""
+
+    def __init__(self, known: dict[str, str]) -> None:
+        self.known = known
+
+    def __call__(self, device: torch.device) -> dict[str, str]:
+        return dict(self.known)
+
+    def cache_clear(self) -> None:
+        pass

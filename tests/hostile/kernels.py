@@ -1,0 +1,301 @@
+"""The campaign of broken kernels: `python -m tests.hostile.kernels --count 300 --seed 0`.
+
+A backend of attention gets a fault at random: what it computes, how much, and when. It must be caught by its proof, or
+be harmless: on fresh inputs of many sizes its error stays within what rounding explains. A fault that does harm and is
+not caught is missed. Caught ones must leave the answer of the plain path. Proofs on disk are harmed at random too: a
+harmed file must count for nothing, or say what it said.
+"""
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from restorekv.model import attention
+from restorekv.model.attention import cascade, frozen, proof_files, proofs, trials
+from restorekv.model.attention.proofs import Proof, Target
+from restorekv.model.attention.trials import Sample, Trial
+from tests.helpers import fake_device
+
+SHAPES = ((2, 2, 16), (3, 3, 64), (1, 4, 32))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FRESH = 8  # inputs on which harm is measured
+RIGHT = cascade.attend
+Fault = Callable[[Tensor, object, Tensor | None, float], Tensor]
+
+
+def draw_fault(rng: random.Random) -> tuple[str, Fault]:
+    """Returns a name and a backend that is wrong."""
+    kind, when = rng.choice(list(KINDS)), rng.choice(list(WHEN))
+    size, place = 10 ** rng.uniform(-6, 0), rng.randrange(1 << 16)
+
+    def broken(query, layer, mask, scale):
+        if not WHEN[when](query, layer, mask):
+            return RIGHT(query, layer, mask, scale)
+        return KINDS[kind](query, layer, mask, scale, size, place)
+
+    return f"{kind}, {when}", broken
+
+
+def scaled(query, layer, mask, scale, size, place):
+    return RIGHT(query, layer, mask, scale) * (1 + size)
+
+
+def wrong_scale(query, layer, mask, scale, size, place):
+    return RIGHT(query, layer, mask, scale * (1 + size))
+
+
+def noisy(query, layer, mask, scale, size, place):
+    found = RIGHT(query, layer, mask, scale)
+    noise = torch.randn(found.shape, generator=torch.Generator().manual_seed(place), dtype=torch.float32)
+    return found + (size * noise).to(found.dtype)
+
+
+def one_wrong_number(query, layer, mask, scale, size, place):
+    found = RIGHT(query, layer, mask, scale).contiguous()
+    found.view(-1)[place % found.numel()] = size * 10
+    return found
+
+
+def not_a_number(query, layer, mask, scale, size, place):
+    found = RIGHT(query, layer, mask, scale).contiguous()
+    found.view(-1)[place % found.numel()] = float("nan")
+    return found
+
+
+def lost_row(query, layer, mask, scale, size, place):
+    found = RIGHT(query, layer, mask, scale).contiguous()
+    found.view(-1, found.shape[-1])[place % (found.numel() // found.shape[-1])] = 0
+    return found
+
+
+def swapped_questions(query, layer, mask, scale, size, place):
+    return RIGHT(query, layer, mask, scale).roll(1, place % 4)
+
+
+def lost_pair(query, layer, mask, scale, size, place):
+    """One pair of every head counts for nothing: its first, its last, or one at the edge of a tile."""
+    bias = torch.zeros(layer.bounds[-1]) if layer.bias is None else layer.bias.clone()
+    for start, end in zip(layer.bounds, layer.bounds[1:], strict=False):
+        at = (start, end - 1, start + 63, start + 64)[place % 4]
+        if start <= at < end:
+            bias[at] = -1e4
+    return RIGHT(query, with_bias(layer, bias), mask, scale)
+
+
+def lost_bias(query, layer, mask, scale, size, place):
+    return RIGHT(query, with_bias(layer, None), mask, scale)
+
+
+def wrong_bias(query, layer, mask, scale, size, place):
+    return RIGHT(query, with_bias(layer, None if layer.bias is None else layer.bias * (1 + size)), mask, scale)
+
+
+def lost_column(query, layer, mask, scale, size, place):
+    mask = visible(query, layer, mask).clone()
+    mask[..., (0, -1)[place % 2]] = layer.columns == 1
+    return RIGHT(query, layer, mask, scale)
+
+
+def early_column(query, layer, mask, scale, size, place):
+    """A query sees what comes next."""
+    mask = visible(query, layer, mask)
+    return RIGHT(query, layer, mask | mask.roll(1, -1).logical_or(mask.roll(-1, -2)), scale)
+
+
+def lost_mask(query, layer, mask, scale, size, place):
+    return RIGHT(query, layer, None, scale)
+
+
+def mixed_values(query, layer, mask, scale, size, place):
+    """Some of the values are those of another pair."""
+    plain = with_bias(layer, layer.bias)
+    count = max(int(len(plain.context_values) * size), 1)
+    values = plain.context_values.clone()
+    values[:count] = values[:count].roll(1, 0)
+    plain.context_values = values
+    return RIGHT(query, plain, mask, scale)
+
+
+def failing(query, layer, mask, scale, size, place):
+    raise RuntimeError("an error of a kernel")
+
+
+def with_bias(layer, bias):
+    return trials.ragged_layer(layer.context_keys, layer.context_values, list(layer.bounds), *layer.pair, bias)
+
+
+def visible(query, layer, mask):
+    if mask is not None:
+        return mask
+    own = torch.ones(query.shape[3], layer.columns, dtype=torch.bool).tril(layer.columns - query.shape[3])
+    return own.expand(len(query), 1, -1, -1)
+
+
+KINDS = {
+    each.__name__: each
+    for each in (
+        scaled, wrong_scale, noisy, one_wrong_number, not_a_number, lost_row, swapped_questions, lost_pair, lost_bias,
+        wrong_bias, lost_column, early_column, lost_mask, mixed_values, failing,
+    )
+}  # fmt: skip
+WHEN = {
+    "always": lambda query, layer, mask: True,
+    "for one question": lambda query, layer, mask: len(query) == 1,
+    "for several questions": lambda query, layer, mask: len(query) > 1,
+    "for one token": lambda query, layer, mask: query.shape[3] == 1,
+    "for several tokens": lambda query, layer, mask: query.shape[3] > 1,
+    "under a mask": lambda query, layer, mask: mask is not None,
+    "without a mask": lambda query, layer, mask: mask is None,
+    "with a bias": lambda query, layer, mask: layer.bias is not None,
+    "for long tails": lambda query, layer, mask: layer.columns > 64,
+    "for many pairs": lambda query, layer, mask: layer.bounds[-1] > 120,
+}
+
+
+def fresh_samples(rng: random.Random, target: Target) -> list[Sample]:
+    """Returns inputs that no proof has."""
+    made = []
+    for number in range(FRESH):
+        queries = rng.choice([1, 1, 3, 40])
+        trial = Trial(
+            f"fresh {number}", batch=rng.randint(1, 4), queries=queries, tail=queries + rng.choice([1, 5, 70]),
+            first=rng.randrange(8), masked=rng.random() < 0.5, bias=rng.random() < 0.5,
+        )  # fmt: skip
+        made.append(trials.make_sample(target, trial))
+    return made
+
+
+def harm(fault: Fault, samples: list[Sample], dtype: torch.dtype) -> float:
+    """Returns the largest error on inputs, as a multiple of what rounding explains."""
+    worst = 0.0
+    for each in samples:
+        try:
+            error = each.error(fault(each.query, each.layer, each.mask, each.scale), each.defined())
+        except RuntimeError:
+            return float("inf")
+        share = error / proofs.tolerance(dtype, each.largest)
+        worst = max(worst, share if share == share else float("inf"))
+    return worst
+
+
+def judge(rng: random.Random, monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[str, str, str]:
+    """Breaks the backend, and returns the kind, the verdict and, if something is wrong, what."""
+    name, fault = draw_fault(rng)
+    target = Target(torch.device("cpu"), *rng.choice(SHAPES), rng.choice(DTYPES))
+    kind = name.partition(",")[0]
+    with monkeypatch.context() as broken, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fake_device.install(broken, folder)
+        broken.setattr(attention, "LADDER", {"cascade": cascade, "frozen": frozen})
+        broken.setattr(cascade, "attend", fault)
+        samples = fresh_samples(rng, target)
+        answers = [
+            attention.choose(each.query, each.layer)(each.query, each.layer, each.mask, each.scale) for each in samples
+        ] if not proofs.prove("cascade", target).right else None  # fmt: skip
+        if answers is not None:
+            plain = [frozen.attend(each.query, each.layer, each.mask, each.scale) for each in samples]
+            same = all(ours.equal(theirs) for ours, theirs in zip(answers, plain, strict=True))
+            return kind, "caught", "" if same else f"{name}: caught, and another answer"
+        multiple = harm(fault, samples, target.dtype)
+    assert told is not None
+    if multiple <= 1:
+        return kind, "harmless", ""
+    return kind, "missed", f"{name} on {target}: {multiple:.1f} times what rounding explains"
+
+
+def run(count: int, seed: int) -> tuple[Counter, list[str]]:
+    """Counts verdicts of so many faults."""
+    rng, counts, failures = random.Random(seed), Counter(), []
+    monkeypatch = pytest.MonkeyPatch()
+    for number in range(count):
+        with tempfile.TemporaryDirectory(prefix="restorekv-kernels-") as folder:
+            kind, verdict, problem = judge(rng, monkeypatch, Path(folder))
+        counts[kind, verdict] += 1
+        if problem:
+            failures.append(f"{number}: {problem}")
+    proofs.forget()
+    return counts, failures
+
+
+def harm_files(count: int, seed: int) -> tuple[Counter, list[str]]:
+    """Counts what harmed proof files say: nothing, or what they said before."""
+    rng, counts, failures = random.Random(seed), Counter(), []
+    monkeypatch = pytest.MonkeyPatch()
+    with tempfile.TemporaryDirectory(prefix="restorekv-kernels-") as folder, monkeypatch.context() as here:
+        here.setenv("RESTOREKV_CACHE", folder)
+        key = {"component": "triton", "heads": 3, "kind": "cuda"}
+        proof = Proof("triton", False, 3, "one token", 0.5, 1e-4, "", 0.1)
+        proof_files.save(key, proof)
+        path = proof_files.path_of(key)
+        good = path.read_bytes()
+        for number in range(count):
+            path.write_bytes(harmed(rng, good))
+            try:
+                found = proof_files.load(key, Proof)
+            except Exception as error:  # any at all is a failure
+                failures.append(f"file {number}: {type(error).__name__}: {error}")
+                continue
+            counts["a proof file", "refused" if found is None else "the same"] += 1
+            if found not in (None, proof):
+                failures.append(f"file {number}: {found}")
+    return counts, failures
+
+
+def harmed(rng: random.Random, good: bytes) -> bytes:
+    """Returns a file with some bytes changed, cut, repeated or put in; or with a field of another kind."""
+    raw, at = bytearray(good), rng.randrange(len(good))
+    how = rng.randrange(6)
+    if how == 0:
+        raw[at] ^= 1 << rng.randrange(8)
+    elif how == 1:
+        raw = raw[:at]
+    elif how == 2:
+        raw[at:at] = bytes(rng.randrange(256) for _ in range(rng.randint(1, 9)))
+    elif how == 3:
+        raw += raw[at:]
+    elif how == 4:
+        raw = bytearray(good.replace(b"false", b"true"))
+    else:
+        record = json.loads(good)
+        field = rng.choice(list(record["proof"]))
+        record["proof"][field] = rng.choice([None, 1, "x", [], {}, -1e300, True])
+        record.pop("sum")
+        record["sum"] = proof_files.digest(record) if rng.random() < 0.3 else "0" * 64
+        if record["proof"] != json.loads(good)["proof"] and record["sum"] != "0" * 64:
+            record["proof"].pop(field)  # with a right checksum, a proof of another form
+            record["sum"] = proof_files.digest({name: each for name, each in record.items() if name != "sum"})
+        raw = bytearray(json.dumps(record).encode())
+    return bytes(raw)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--files", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    counts, failures = run(given.count, given.seed)
+    of_files, more = harm_files(given.files, given.seed)
+    for (kind, verdict), number in sorted((counts + of_files).items()):
+        print(f"{kind:20} {verdict:10} {number}")
+    totals = Counter()
+    for (_, verdict), number in counts.items():
+        totals[verdict] += number
+    print(", ".join(f"{number} {verdict}" for verdict, number in sorted(totals.items())))
+    print("\n".join(failures + more))
+    sys.exit(bool(failures or more))
+
+
+if __name__ == "__main__":
+    main()

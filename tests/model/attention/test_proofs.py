@@ -1,0 +1,506 @@
+"""Code that is broken on purpose, on a CPU that plays a GPU: it is found, told once, and never answers."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import warnings
+
+import pytest
+import torch
+
+from restorekv.cache import quantized
+from restorekv.errors import RestoreKVError, RestoreKVWarning
+from restorekv.model import attention
+from restorekv.model.attention import cascade, frozen, naive, proof_files, proofs, stored, trials
+from restorekv.model.attention.proofs import Component, Measured, Target
+from tests.helpers import fake_device
+
+SHAPE = (3, 2, 16)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture
+def fake(monkeypatch, tmp_path):
+    """A device without Triton, whose kernels take seconds in their interpreter."""
+    fake_device.install(monkeypatch, tmp_path)
+    monkeypatch.setitem(attention.LADDER, "triton", None)
+    monkeypatch.delitem(attention.LADDER, "triton")
+    yield monkeypatch
+    proofs.forget()
+
+
+def target(dtype=torch.float32, shape=SHAPE):
+    return Target(torch.device("cpu"), *shape, dtype)
+
+
+def sample(dtype=torch.float32, trial=trials.TRIALS[1]):
+    return trials.make_sample(target(dtype), trial)
+
+
+def answer(given):
+    """What attention answers, through the function that transformers calls."""
+    return attention.attend(None, given.query.flatten(1, 2), given.layer, given.layer, given.mask, scaling=given.scale)[
+        0
+    ]
+
+
+def definition(given):
+    return given.defined().to(given.query.dtype).flatten(1, 2).transpose(1, 2)
+
+
+# What could be wrong with a backend; each gets the right one and the arguments.
+
+
+def wrong_scale(attend, query, layer, mask, scale):
+    return attend(query, layer, mask, scale * 1.05)
+
+
+def dropped_tail(attend, query, layer, mask, scale):
+    """The last column is never read."""
+    hidden = torch.ones(len(query), 1, query.shape[3], layer.columns, dtype=torch.bool)
+    mask = naive.causal(query.shape[3], layer.columns, query.device) & hidden if mask is None else mask.clone()
+    mask[..., -1] = layer.columns == 1
+    return attend(query, layer, mask, scale)
+
+
+def forgotten_mask(attend, query, layer, mask, scale):
+    return attend(query, layer, None, scale)
+
+
+def seen_too_early(attend, query, layer, mask, scale):
+    """Every query sees one column more than it may."""
+    queries = query.shape[3]
+    if mask is None and queries > 1:
+        mask = torch.ones(queries, layer.columns, dtype=torch.bool).tril(layer.columns - queries + 1)
+        mask = mask.expand(len(query), 1, -1, -1)
+    return attend(query, layer, mask, scale)
+
+
+def dropped_pair(attend, query, layer, mask, scale):
+    """The last pair of every head of the context counts for nothing."""
+    ends = [end - 1 for start, end in zip(layer.bounds, layer.bounds[1:], strict=False) if end > start]
+    bias = torch.zeros(layer.bounds[-1], dtype=torch.float32) if layer.bias is None else layer.bias.clone()
+    bias[ends] = -1e4
+    plain = trials.ragged_layer(layer.context_keys, layer.context_values, list(layer.bounds), *layer.pair, bias)
+    return attend(query, plain, mask, scale)
+
+
+def forgotten_bias(attend, query, layer, mask, scale):
+    plain = trials.ragged_layer(layer.context_keys, layer.context_values, list(layer.bounds), *layer.pair, None)
+    return attend(query, plain, mask, scale)
+
+
+def swapped_questions(attend, query, layer, mask, scale):
+    return attend(query, layer, mask, scale).roll(1, 0)
+
+
+def swapped_groups(attend, query, layer, mask, scale):
+    return attend(query, layer, mask, scale).roll(1, 2)
+
+
+def not_a_number(attend, query, layer, mask, scale):
+    found = attend(query, layer, mask, scale)
+    found[0, -1, 0, 0, 3] = float("nan")
+    return found
+
+
+def wrong_shape(attend, query, layer, mask, scale):
+    return attend(query, layer, mask, scale)[:, :, :, :, 1:]
+
+
+def no_compiler(attend, query, layer, mask, scale):
+    raise RuntimeError("PTXAS failed with error code 255. Please report this")
+
+
+FAULTS = [
+    wrong_scale, dropped_tail, forgotten_mask, seen_too_early, dropped_pair, forgotten_bias, swapped_questions,
+    swapped_groups, not_a_number, wrong_shape, no_compiler,
+]  # fmt: skip
+
+
+def break_backend(monkeypatch, module, fault):
+    """Gives a module's backend a fault; returns how often it was called."""
+    attend, calls = module.attend, []
+
+    def broken(*args):
+        calls.append(1)
+        return fault(attend, *args)
+
+    monkeypatch.setattr(module, "attend", broken)
+    return calls
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_backend_never_answers(fake, fault, dtype):
+    calls = break_backend(fake, cascade, fault)
+    given = sample(dtype)
+    with pytest.warns(RestoreKVWarning, match="cascade.*cannot be used on Fake 9000.*driver 1.2.*doctor -o") as told:
+        found = answer(given)
+    checked = len(calls)
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = answer(given)
+    assert len(calls) == checked, "a backend that is wrong was called again"
+    assert found.equal(again) and found.equal(attended_by(frozen, given))
+    error = given.error(found.transpose(1, 2).unflatten(1, given.query.shape[1:3]), given.defined())
+    assert error <= proofs.tolerance(dtype, given.largest)
+
+
+def attended_by(module, given):
+    found = module.attend(given.query, given.layer, given.mask, given.scale)
+    return found.flatten(1, 2).transpose(1, 2).contiguous()
+
+
+@pytest.mark.parametrize("fault", [wrong_scale, no_compiler])
+def test_the_definition_answers_where_all_else_is_wrong(fake, fault):
+    for module in (cascade, frozen):
+        break_backend(fake, module, fault)
+    given = sample()
+    with pytest.warns(RestoreKVWarning) as told:
+        found = answer(given)
+    assert len(told) == 2 and found.equal(attended_by(naive, given))
+
+
+def test_a_wrong_gradient_counts(fake):
+    backward = frozen.Frozen.backward
+
+    def wrong(ctx, gradient):
+        first, *others = backward(ctx, gradient)
+        return first, others[0] * 1.01, *others[1:]
+
+    fake.setattr(frozen.Frozen, "backward", staticmethod(wrong))
+    found = proofs.check(proofs.COMPONENTS["frozen"], target())
+    assert not found.right and found.trial == "gradients of keys"
+
+
+def test_a_device_that_computes_nothing_right_is_refused(fake):
+    for module in (cascade, frozen, naive):
+        attend = module.attend
+        fake.setattr(
+            module, "attend", lambda q, *more, attend=attend: attend(q, *more) * (1 + (q.dtype != torch.double))
+        )
+    with (
+        pytest.raises(RestoreKVError, match=r"Fake 9000.*wrongly even with PyTorch's own"),
+        pytest.warns(RestoreKVWarning),
+    ):
+        answer(sample())
+
+
+def test_the_kernels_of_triton_are_right_and_one_that_does_not_compile_is_told(fake):
+    pytest.importorskip("triton")
+    triton_attend = attention.triton_attend
+    if not triton_attend.INTERPRETED:
+        pytest.skip("needs the interpreter")
+    fake.setattr(trials, "TRIALS", trials.TRIALS[:2])
+    fake.setattr(attention, "LADDER", {"triton": triton_attend, **attention.LADDER})
+    small = trials.make_sample(target(shape=(2, 1, 8)), trials.TRIALS[1])
+    assert attention.choose(small.query, small.layer) is triton_attend.attend
+
+    class Kernel:
+        def __getitem__(self, grid):
+            raise RuntimeError("CompilationError: at 3:0")
+
+    proofs.forget()
+    fake.setenv("RESTOREKV_CACHE", os.environ["RESTOREKV_CACHE"] + "/other")
+    fake.setattr(triton_attend, "attend_tile", Kernel())
+    with pytest.warns(RestoreKVWarning, match="Triton kernels of attention.*CompilationError"):
+        assert attention.choose(small.query, small.layer) is cascade.attend
+
+
+def test_a_backend_that_is_asked_for_by_name_is_refused(fake):
+    break_backend(fake, cascade, wrong_scale)
+    with (
+        pytest.raises(RestoreKVError, match=r"cascade.*off by.*leave the choice"),
+        attention.using("cascade"),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", RestoreKVWarning)
+        answer(sample())
+    with attention.using("frozen"):
+        answer(sample())
+
+
+# 8-bit storage
+
+
+@pytest.mark.parametrize("storage", list(quantized.KINDS))
+@pytest.mark.parametrize("fault", [wrong_scale, dropped_tail, forgotten_bias, not_a_number, no_compiler])
+def test_eight_bits_that_are_read_wrongly_are_unpacked_on_the_cpu(fake, storage, fault):
+    given = sample()
+    packed = quantized.pack(given.layer.context_keys, given.layer.context_values, given.layer.bounds, storage)
+    layer = trials.ragged_layer(*packed, list(given.layer.bounds), *given.layer.pair, given.layer.bias)
+    given = trials.Sample(given.query, layer, given.mask, given.scale, given.longest, given.largest)
+    break_backend(fake, stored, fault)
+    with pytest.warns(RestoreKVWarning, match=f"8-bit storage as {storage}.*unpacked on the CPU") as told:
+        found = answer(given)
+    assert len(told) == 1
+    torch.testing.assert_close(found, definition(given), rtol=1e-4, atol=1e-4)
+
+
+def test_eight_bits_that_are_packed_wrongly_are_packed_on_the_cpu(fake):
+    """A scale that is too small by 3 % clips the largest numbers."""
+    pack, given = quantized.pack, sample()
+
+    def wrong(keys, values, bounds, storage):
+        return tuple(
+            quantized.Packed(each.codes, each.scales * 0.97, each.starts, each.dtype)
+            for each in pack(keys, values, bounds, storage)
+        )
+
+    cache = type("Cache", (), {"layers": [given.layer], "store": lambda self, storage: pytest.fail("not proven")})()
+    right = pack(given.layer.context_keys, given.layer.context_values, given.layer.bounds, "int8")
+    with fake.context() as here:
+        here.setattr(quantized, "pack", wrong)
+        assert not proofs.check(proofs.COMPONENTS["int8"], target()).right
+        with pytest.warns(RestoreKVWarning, match="packed and unpacked on the CPU"):
+            proofs.is_proven("int8", *attention.proof_key(given.query))
+    attention.store(cache, "int8", given.query.shape[2])
+    assert given.layer.context_keys.codes.equal(right[0].codes)
+
+
+# What is remembered
+
+
+@pytest.fixture
+def counted(fake):
+    """A component whose checks are counted, and which is right or wrong as `told` says."""
+    told, calls = [0.0], []
+
+    def measure(target):
+        calls.append(target)
+        yield Measured("the only one", told[0], 0.1)
+
+    fake.setitem(proofs.COMPONENTS, "counted", Component("counted", "Counting", "None", trials.everywhere, measure))
+    return told, calls
+
+
+KEY = (torch.device("cpu"), *SHAPE, torch.float32)
+
+
+@pytest.mark.parametrize("error", [0.0, 0.2])
+def test_a_check_is_made_once_and_its_file_read_by_the_next_process(counted, error):
+    told, calls = counted
+    told[0] = error
+    right = error <= 0.1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert [proofs.is_proven("counted", *KEY) for _ in range(3)] == [right] * 3 and len(calls) == 1
+        proofs.forget()  # as in a new process
+        assert proofs.is_proven("counted", *KEY) is right and len(calls) == 1
+        for changed in ((KEY[0], 4, *KEY[2:]), (*KEY[:4], torch.bfloat16)):
+            before = len(calls)
+            proofs.is_proven("counted", *changed)
+            assert len(calls) == before + 1
+
+
+@pytest.mark.parametrize("name", ["driver", "torch", "triton", "code", "name"])
+def test_another_version_is_checked_again(counted, fake, name):
+    _, calls = counted
+    proofs.is_proven("counted", *KEY)
+    proofs.forget()
+    fake.setitem(proofs.identify.known, name, "another")
+    proofs.is_proven("counted", *KEY)
+    assert len(calls) == 2
+
+
+def the_file():
+    [path] = (proof_files.cache_folder() / proof_files.FOLDER).iterdir()
+    return path
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:40])
+
+
+def turned(path):
+    path.write_text(path.read_text().replace('"right": false', '"right": true'))
+
+
+def sealed_lie(path):
+    """Of another type, with a checksum that is right."""
+    record = json.loads(path.read_text())
+    record["proof"]["right"] = "yes"
+    record.pop("sum")
+    path.write_text(json.dumps({**record, "sum": proof_files.digest(record)}))
+
+
+def of_another_key(path):
+    record = json.loads(path.read_text())
+    record["key"]["heads"] = 9
+    record.pop("sum")
+    path.write_text(json.dumps({**record, "sum": proof_files.digest(record)}))
+
+
+def writable_by_others(path):
+    path.chmod(0o666)
+
+
+def fifo(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    "harm", [cut, turned, sealed_lie, of_another_key, writable_by_others, fifo, empty], ids=lambda each: each.__name__
+)
+def test_a_damaged_file_is_made_again(counted, harm):
+    told, calls = counted
+    told[0] = 0.2
+    with pytest.warns(RestoreKVWarning):
+        assert not proofs.is_proven("counted", *KEY)
+    path = the_file()
+    assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
+    harm(path)
+    proofs.forget()
+    with pytest.warns(RestoreKVWarning):
+        assert not proofs.is_proven("counted", *KEY)
+    assert len(calls) == 2
+    if harm is not fifo:
+        assert proof_files.load({**target().key(), "component": "counted"}, proofs.Proof) is not None
+
+
+def test_without_a_cache_folder_a_proof_lasts_as_long_as_the_process(counted, fake, tmp_path):
+    _, calls = counted
+    (tmp_path / "file").write_text("")
+    fake.setenv("RESTOREKV_CACHE", str(tmp_path / "file"))  # no folder can be made there
+    assert proofs.is_proven("counted", *KEY) and proofs.is_proven("counted", *KEY) and len(calls) == 1
+
+
+def test_what_ended_its_process_is_not_tried_again(counted, fake):
+    _, calls = counted
+    key = {**target().key(), "component": "counted"}
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    with proof_files.marking(key):
+        text = the_file().read_text()
+        assert proof_files.load(key, proofs.Proof) is None  # this process is alive, so the mark says nothing
+        record = json.loads(text)
+    assert not list((proof_files.cache_folder() / proof_files.FOLDER).iterdir())
+    record["process"] = f"{proof_files.HOST}-{gone.pid}"
+    record.pop("sum")
+    path = proof_files.path_of(key)
+    path.write_text(json.dumps({**record, "sum": proof_files.digest(record)}))
+    path.chmod(0o600)
+    with pytest.warns(RestoreKVWarning, match="end of the process that checked it"):
+        assert not proofs.is_proven("counted", *KEY)
+    assert not calls
+    assert proofs.prove("counted", target(), again=True).right and len(calls) == 1
+
+
+def test_too_little_memory_is_forgotten_with_the_process(fake):
+    def measure(target):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+        yield
+
+    fake.setitem(proofs.COMPONENTS, "greedy", Component("greedy", "Greed", "None", trials.everywhere, measure))
+    with pytest.warns(RestoreKVWarning, match="out of memory"):
+        assert not proofs.is_proven("greedy", *KEY)
+    assert not list((proof_files.cache_folder() / proof_files.FOLDER).iterdir())
+
+
+# How a check is made
+
+
+def test_threads_that_come_first_together_make_one_check(counted):
+    _, calls = counted
+    gate, found = threading.Barrier(8), []
+
+    def ask():
+        gate.wait()
+        found.append(proofs.is_proven("counted", *KEY))
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 8 and len(calls) == 1
+
+
+def test_a_check_that_needs_itself_ends(fake):
+    def measure(target):
+        yield Measured("inner", float(proofs.is_proven("circular", *KEY)), 0.0)
+
+    fake.setitem(proofs.COMPONENTS, "circular", Component("circular", "A circle", "None", trials.everywhere, measure))
+    assert proofs.is_proven("circular", *KEY)
+
+
+def test_nothing_is_checked_while_a_graph_is_captured(counted, fake):
+    _, calls = counted
+    with fake.context() as capturing:
+        capturing.setattr(proofs, "is_capturing", lambda device: True)
+        assert not proofs.is_proven("counted", *KEY) and not calls
+    assert proofs.is_proven("counted", *KEY) and len(calls) == 1
+
+
+def test_a_check_disturbs_neither_random_numbers_nor_observers_nor_modes(fake):
+    seen, given = [], sample()
+    state = torch.get_rng_state()
+    with attention.observing(lambda *args: seen.append(args)), torch.inference_mode(), torch.autocast("cpu"):
+        answer(given)
+        assert torch.is_inference_mode_enabled() and torch.is_autocast_enabled("cpu")
+    assert torch.get_rng_state().equal(state) and len(seen) == 1
+    assert proofs._proofs and all(found.right for found in proofs._proofs.values())
+
+
+def test_a_warning_that_is_an_error_leaves_a_verdict(fake):
+    break_backend(fake, cascade, wrong_scale)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RestoreKVWarning):
+            answer(sample())
+        answer(sample())
+
+
+def test_a_device_that_a_check_broke_is_refused_with_a_sentence(fake):
+    break_backend(fake, cascade, no_compiler)
+
+    def lost(*_, **__):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    given = sample()
+    with fake.context() as broken:
+        broken.setattr(torch, "ones", lost)
+        with pytest.raises(RestoreKVError, match=r"stopped answering.*start again"):
+            attention.choose(given.query, given.layer)
+    proofs.forget()
+    with pytest.warns(RestoreKVWarning, match="illegal memory access"):  # remembered: the next process does not try
+        assert attention.choose(given.query, given.layer) is frozen.attend
+
+
+def test_a_cpu_proves_nothing(monkeypatch):
+    monkeypatch.setattr(proofs, "prove", lambda *_: pytest.fail("a check on a CPU"))
+    monkeypatch.setattr(proofs, "is_proven", lambda *_: pytest.fail("a question on a CPU"))
+    given = sample()
+    answer(given)
+    assert attention.choose(given.query, given.layer) is cascade.attend
+
+
+@pytest.mark.slow
+def test_the_compiler_takes_a_verdict_for_a_constant(fake):
+    given = sample()
+
+    def ask(query):
+        return attention.choose(query, given.layer)(query, given.layer, given.mask, given.scale)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(ask, backend="eager", fullgraph=True)
+    assert compiled(given.query).equal(ask(given.query))
+    assert all(found.right for found in proofs._proofs.values())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 8), (2, 7, 80), (9, 1, 33)])
+@pytest.mark.parametrize("name", ["naive", "cascade", "frozen", *quantized.KINDS])
+def test_what_is_right_proves_itself_in_every_shape(name, shape, dtype):
+    found = proofs.check(proofs.COMPONENTS[name], target(dtype, shape))
+    assert found.right, found
+    assert found.error <= found.tolerance and found.trials >= 6
