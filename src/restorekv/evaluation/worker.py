@@ -18,7 +18,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
 from restorekv.evaluation.fidelity import FullAnswers
 from restorekv.evaluation.grid import FULL, Cell, Job, grouped
-from restorekv.model import support
+from restorekv.model import attention, support
 from restorekv.model.load import load_model
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context
