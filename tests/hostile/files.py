@@ -11,6 +11,7 @@ import io
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 from collections import Counter
@@ -124,7 +125,11 @@ def run(count: int, seed: int, only: int | None = None, key: bytes | None = None
             group, way, raw = case(seed, number, good)
             path = folder / "case.rkv"
             path.write_bytes(raw)
-            verdict = judge(str(path), paths)
+            try:
+                verdict = judge(str(path), paths)
+            except KeyboardInterrupt:  # what was counted so far is told
+                print(f"interrupted before case {number}", flush=True)
+                break
             counts[group, verdict if verdict in ("refused", "equal", "different") else "FAILED"] += 1
             if verdict not in allowed[group]:
                 failures.append(f"case {number} ({group}, {way}): {verdict}")
@@ -142,6 +147,7 @@ def main() -> None:
     parser.add_argument("--case", type=int, help="one case by its number")
     parser.add_argument("--key", action="store_true", help="sign the files and refuse what is not signed")
     options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background would ignore
     counts, failures = run(options.count, options.seed, options.case, KEY if options.key else None)
     for (group, verdict), number in sorted(counts.items()):
         print(f"{group:15} {verdict:10} {number}")

@@ -12,6 +12,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import struct
 import sys
 import tempfile
@@ -370,7 +371,11 @@ def run(count: int, seed: int, only: int | None = None) -> tuple[Counter, list[s
             group, way, path = harm(rng, KINDS[kind], case)
             victim = place / VICTIM
             before = victim.read_bytes() if victim.exists() else b""
-            verdict = reader(kind, case)
+            try:
+                verdict = reader(kind, case)
+            except KeyboardInterrupt:  # what was counted so far is told
+                print(f"interrupted before case {number}", flush=True)
+                break
             if victim.exists() and victim.read_bytes() != before:
                 verdict = "a file was changed through a link"
             victim.unlink(missing_ok=True)
@@ -392,6 +397,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", type=int, help="one case by its number")
     options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background would ignore
     counts, failures = run(options.count, options.seed, options.case)
     for (kind, group, verdict), number in sorted(counts.items()):
         print(f"{kind:11} {group:14} {verdict:10} {number}")
