@@ -167,9 +167,9 @@ def check_format(metadata: dict[str, str], what: str) -> None:
     """Refuses files of other kinds and versions."""
     if metadata.get("format") != FORMAT:
         raise CacheFileError(f"{what} is a safetensors file but not a restorekv cache; give a file made by compress.")
-    if metadata.get("version") not in READ:
+    if (version := metadata.get("version")) not in READ:
         raise CacheFileError(
-            f"{what} has format version {shown(metadata.get('version'))}, this restorekv reads {' and '.join(READ)}; "
+            f"{what} has format version '{shown(version)}', this restorekv reads {' and '.join(READ)}; "
             "compress the context again."
         )
 
