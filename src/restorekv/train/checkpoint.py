@@ -116,7 +116,7 @@ def restart(folder: Path, run: Run) -> int:
         saved, step = TrainConfig.parse(metadata["config"]), int(metadata["step"][:20])
         source = parse_record(metadata["origin"], what)
         asdict(saved) | source
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RestoreKVError(f"{what} is damaged ({first_sentence(error)}); {FIX}.") from error
     saved = replace(saved, keep=run.config.keep, checkpoint_every=run.config.checkpoint_every)
     before, now = asdict(saved) | source, asdict(run.config) | run.origin
