@@ -8,7 +8,6 @@
 OUT/efficiency/<label>.json
 """
 
-import json
 import sys
 import tempfile
 import time
@@ -32,7 +31,7 @@ from restorekv.compression.prepared import CompressionConfig, ScoredContext
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.analysis.run import label_of
 from restorekv.evaluation.results import differences, provenance
-from restorekv.files import write_json
+from restorekv.files import read_json, write_json
 from restorekv.model import attention
 from restorekv.model.load import model_name
 from restorekv.model.shape import CacheShape, decoder
@@ -97,7 +96,7 @@ def measure(
     machine = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else processor()
     settings = {**provenance(model, conventions), "machine": machine, **asdict(options)}
     if path.exists():
-        if changes := differences(json.loads(path.read_text(encoding="utf-8"))["conventions"], settings):
+        if changes := differences(read_json(path, str(path))["conventions"], settings):
             raise RestoreKVError(f"{path} was made with {changes}; give another --out or --label, or remove it.")
         return path
     runs = [(scorer, restored) for scorer in options.scorers for restored in (False, True)]

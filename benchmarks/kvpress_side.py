@@ -25,7 +25,8 @@ class TimedPress(KVzipPress):
 
 def measure(job: dict) -> dict:
     """Seconds per phase, peak memory, pairs and bytes held, and seconds per token at r and at 1."""
-    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype="auto").eval().requires_grad_(False)
+    safe = {"trust_remote_code": False, "use_safetensors": True}
+    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype="auto", **safe).eval().requires_grad_(False)
     ids = torch.tensor([job["context_ids"]])
     decode(model, squeeze(model, ids[:, : job["warm_up"]], job["ratio"])[0], job)
     with Peak() as peak:
@@ -76,7 +77,8 @@ def decode(model: PreTrainedModel, cache: DynamicCache, job: dict) -> dict:
 
 def answer(model: PreTrainedModel, cache: DynamicCache, job: dict, length: int) -> dict:
     """Seconds of a fixed number of tokens for every question, one after the other, by kvpress's own pipeline."""
-    pipe = KVPressTextGenerationPipeline(model=model, tokenizer=AutoTokenizer.from_pretrained(job["model"]))
+    tokenizer = AutoTokenizer.from_pretrained(job["model"], trust_remote_code=False)
+    pipe = KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)
     seconds: dict[str, float] = {}
     kept = [cache.get_seq_length(index) for index in range(len(cache))]
     try:

@@ -7,8 +7,11 @@ import sys
 
 import pytest
 
+from restorekv import files
 from restorekv.errors import RestoreKVError
-from restorekv.files import HOST, alone, replacing, write_json
+from restorekv.evaluation.results import append_line
+from restorekv.files import HOST, alone, locked, open_own, own_name, replacing, write_json
+from restorekv.train.checkpoint import begin
 
 KILLED = """
 import os, signal, sys
@@ -61,3 +64,104 @@ def test_a_lock_that_its_holder_removes_meanwhile_is_not_acquired(tmp_path, monk
     monkeypatch.setattr(fcntl, "flock", after_the_holder)
     with pytest.raises(RestoreKVError, match="Another process is at work"), alone(tmp_path):
         pass
+
+
+def test_a_lock_that_is_a_link_is_refused_and_its_target_stays(tmp_path):
+    victim, folder = tmp_path / "victim", tmp_path / "run"
+    folder.mkdir()
+    victim.write_text("precious")
+    (folder / ".lock").symlink_to(victim)
+    with pytest.raises(RestoreKVError, match="symbolic link, which is not followed"), alone(folder):
+        pass
+    assert victim.read_text() == "precious" and (folder / ".lock").is_symlink()
+
+
+@pytest.mark.parametrize("kind", ["fifo", "missing target"])
+def test_a_lock_is_a_regular_file(tmp_path, kind):
+    lock = tmp_path / ".lock"
+    os.mkfifo(lock) if kind == "fifo" else lock.symlink_to(tmp_path / "made by us")
+    with pytest.raises(RestoreKVError, match="remove it"), alone(tmp_path):
+        pass
+    assert not (tmp_path / "made by us").exists()
+
+
+def test_a_lock_keeps_what_its_file_holds(tmp_path):
+    (tmp_path / "notes").write_text("precious")
+    with locked(tmp_path / "notes") as acquired:
+        assert acquired
+    assert (tmp_path / "notes").read_text() == "precious"
+
+
+def test_temporary_names_cannot_be_guessed(tmp_path):
+    names = {own_name(tmp_path / "o.rkv").name.split("-")[-1] for _ in range(50)}
+    assert len(names) == 50 and all(len(name) == len("0123456789abcdef.tmp") for name in names)
+
+
+def test_nothing_is_written_through_a_link_that_took_the_temporary_name(tmp_path, monkeypatch):
+    victim, taken = tmp_path / "victim", tmp_path / ".o.tmp"
+    victim.write_text("precious")
+    taken.symlink_to(victim)
+    monkeypatch.setattr(files, "check_target", lambda path: None)
+    monkeypatch.setattr(files, "own_name", lambda path: taken)
+    with pytest.raises(RestoreKVError, match="File exists"):
+        write_json(tmp_path / "o", [1])
+    assert victim.read_text() == "precious" and not (tmp_path / "o").exists()
+
+
+def test_a_sweep_leaves_links_and_what_they_lead_to(tmp_path):
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "o")], check=False)
+    (left,) = tmp_path.iterdir()
+    dead = left.name.split("-")[1]
+    victims = tmp_path / "victims"
+    victims.mkdir()
+    (victims / "file").write_text("precious")
+    links = [tmp_path / f".o.{HOST}-{dead}-{number}.tmp" for number in (7, 8)]
+    links[0].symlink_to(victims)
+    links[1].symlink_to(victims / "file")
+    write_json(tmp_path / "o", [1])
+    assert not left.exists() and all(link.is_symlink() for link in links)
+    assert (victims / "file").read_text() == "precious"
+
+
+def test_a_users_link_stays_and_one_in_the_packages_own_folder_is_replaced(tmp_path):
+    """Users may keep their outputs elsewhere; a name that we chose, in a folder from elsewhere, is not followed."""
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.write_text("old")
+    link.symlink_to(target)
+    write_json(link, ["new"])
+    assert link.is_symlink() and "new" in target.read_text()
+    write_json(link, ["newer"], follow=False)
+    assert not link.is_symlink() and "newer" in link.read_text() and "newer" not in target.read_text()
+
+
+def test_logs_are_not_appended_to_through_a_link(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    for name in ("answers.jsonl", "loss.csv"):
+        (tmp_path / name).symlink_to(victim)
+        with pytest.raises(RestoreKVError, match="symbolic link"):
+            open_own(tmp_path / name)
+    with pytest.raises(RestoreKVError, match="symbolic link"):
+        append_line(tmp_path / "answers.jsonl", {"a": 1})
+    assert victim.read_text() == "precious"
+
+
+def test_a_new_run_replaces_a_link_in_the_place_of_its_log(tmp_path):
+    victim, run = tmp_path / "victim", tmp_path / "run"
+    victim.write_text("")  # which is the start of a log
+    run.mkdir()
+    (run / "loss.csv").symlink_to(victim)
+    begin(run)
+    assert victim.read_text() == "" and not (run / "loss.csv").is_symlink()
+
+
+def test_the_index_of_a_store_is_not_opened_through_a_link(tmp_path):
+    from restorekv.serve.store import Store
+
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "index.sqlite").symlink_to(victim)
+    with pytest.raises(RestoreKVError, match="symbolic link"):
+        Store(tmp_path / "store", 1 << 20)
+    assert victim.read_text() == "precious"

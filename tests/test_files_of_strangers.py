@@ -99,6 +99,30 @@ def test_json_that_no_program_should_compute_with_is_refused(text):
     refused(files.parse_json, text, "The record")
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["[" + "[]," * 1_000_000 + "0]", "[" + "0," * 1_000_001 + "0]", "[" + '"",' * 1_000_001 + "0]",
+     '{"a": {' + ",".join(f'"{n}": 0' for n in range(600_000)) + "}}"],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", [str, bytes])
+def test_json_of_too_many_elements_is_refused_before_it_is_parsed(text, kind, monkeypatch):
+    monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("it was parsed"))
+    assert "elements" in refused(files.parse_json, text if kind is str else text.encode(), "The record")
+
+
+def test_signs_in_texts_are_no_elements():
+    value = ["[{,:" * 500_000, '\\",:[', {"a,:": '"'}]
+    assert files.parse_json(json.dumps(value), "It") == value
+    assert files.parse_json(json.dumps(value).encode(), "It") == value
+
+
+def test_texts_without_an_end_are_looked_at_once():
+    """A stranger may write what begins a text at every second character, and end none."""
+    signs = list(files.SIGNS_OF_TEXT.finditer('[1, "' + '\\"' * 100_000))
+    assert len(signs) == 3
+    refused(files.parse_json, "[" + "," * 2_000_000 + '"' + '\\"' * 1_000_000, "The record")
+
+
 def test_ordinary_json_is_read():
     value = {"a": [1, -2.5, None, True, "ä\U0001f600", 2**63], "b": {"c": []}}
     assert files.parse_json(json.dumps(value), "It") == files.parse_json(json.dumps(value).encode(), "It") == value

@@ -8,14 +8,13 @@ included, for an evictor alone and with its restore adapter.
 """
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from restorekv.files import replacing
+from restorekv.files import read_json, replacing
 
 ROOT = Path(__file__).parents[2]
 CHART, PAGE = ROOT / "docs" / "charts" / "smollm2.svg", ROOT / "docs" / "evaluation.md"
@@ -131,7 +130,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--chart", type=Path, default=CHART)
     parser.add_argument("--page", type=Path, default=PAGE)
     given = parser.parse_args(args)
-    result = json.loads(given.result.read_text(encoding="utf-8"))
+    result = read_json(given.result, str(given.result))
     draw(result, given.evictor, given.chart)
     fill(given.page, table(result))
 

@@ -37,10 +37,12 @@ def finish(*running: subprocess.Popen) -> None:
 
 def install(folder: Path) -> None:
     """Copy the results into the package: the model in float32, LoRA in bfloat16."""
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder / "model", dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+    )
     shutil.rmtree(PACKAGE / "model", ignore_errors=True)
     model.save_pretrained(PACKAGE / "model")
-    AutoTokenizer.from_pretrained(folder / "model").save_pretrained(PACKAGE / "model")
+    AutoTokenizer.from_pretrained(folder / "model", trust_remote_code=False).save_pretrained(PACKAGE / "model")
     for evictor in EVICTORS:
         adapter = RestoreAdapter.from_pretrained(model, folder / f"restore-{evictor}" / "adapter")
         adapter.card = replace(adapter.card, model="bundled")

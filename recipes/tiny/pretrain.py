@@ -134,7 +134,7 @@ def save(path: Path, state: dict) -> None:
 
 def train(folder: Path, recipe: Recipe, steps: int | None, minutes: float) -> None:
     """Run the stages from the last checkpoint in `folder` to the end (or for `minutes`)."""
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model", trust_remote_code=False)
     sampler = Sampler(tokenizer)
     model = build(recipe, len(tokenizer), tokenizer.convert_tokens_to_ids("<|im_end|>"))
     opts = optimizers(model, recipe)

@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import re
+import secrets
 import shutil
 import stat
 import types
@@ -20,13 +21,20 @@ from typing import Any, BinaryIO
 import safetensors.torch
 from torch import Tensor
 
+from restorekv.bounds import DEPTH, HEADER_BYTES, HEADER_ELEMENTS, JSON_BYTES, JSON_ELEMENTS
 from restorekv.errors import RestoreKVError, first_sentence, writing
 
 HOST = re.sub(r"[^0-9A-Za-z]", "", platform.node()) or "here"  # several machines may write to one disk
 NUMBERS = itertools.count()  # several threads may write to one path
-JSON_LIMIT, HEADER_LIMIT, DEPTH = 64 << 20, 16 << 20, 40  # bytes, bytes, levels
-TEXT_LIMIT = 1 << 30  # bytes; a model reads less
+NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)  # Windows has none of these three
+NO_WAITING = getattr(os, "O_NONBLOCK", 0)
+BINARY = getattr(os, "O_BINARY", 0)
 FIX = "fetch or make it again"
+# Every value of JSON but the first follows one of these signs. A text, which may have them too, is found as a whole,
+# and with possessive quantifiers no character is looked at twice, whatever a stranger has written.
+SIGNS = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+|[\[{,:]'
+SIGNS_OF_TEXT = re.compile(SIGNS, re.DOTALL)
+SIGNS_OF_BYTES = re.compile(SIGNS.encode(), re.DOTALL)
 
 
 def check_target(path: Path) -> None:
@@ -46,11 +54,20 @@ def check_target(path: Path) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary name next to `path`; what the block writes there replaces `path`, unless the block raises."""
+def replacing(path: Path, follow: bool = True) -> Iterator[Path]:
+    """Yields a temporary file next to `path`; what the block writes there replaces `path`, unless the block raises.
+
+    `follow`: a symbolic link at `path` stays one, and the file that it leads to is replaced. That is for names that
+    users give, who may keep their files elsewhere. A name that the package itself chose is never followed, for the
+    folder may come from a stranger: the file takes the link's place.
+    """
     check_target(path)
-    path = Path(os.path.realpath(path))  # so that a symbolic link stays one; resolve() raises for a circle of them
+    if follow:
+        path = Path(os.path.realpath(path))  # resolve() raises for a circle of links
     temporary = temporary_name(path)
+    with writing(path):
+        # Exclusively, so that nothing that is there already is written to, least of all through a link.
+        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_FOLLOW, 0o666))
     try:
         yield temporary
         os.replace(temporary, path)
@@ -65,7 +82,9 @@ def temporary_name(path: Path) -> Path:
 
 
 def own_name(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{HOST}-{os.getpid()}-{next(NUMBERS)}.tmp")
+    """Returns a new name that says whose it is, for `sweep`, and that nobody can guess, to put a link there."""
+    process = f"{HOST}-{os.getpid()}-{next(NUMBERS)}"
+    return path.with_name(f".{path.name}.{process}-{secrets.token_hex(8)}.tmp")
 
 
 @contextmanager
@@ -94,7 +113,7 @@ def locked(path: Path) -> Iterator[bool]:
     except ImportError:
         yield True
         return
-    with path.open("w") as file:
+    with open_own(path) as file:  # it stays as long as it is: nothing is written
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             acquired = os.fstat(file.fileno()).st_nlink > 0  # else a holder has removed it, and others lock a new one
@@ -103,13 +122,49 @@ def locked(path: Path) -> Iterator[bool]:
         yield acquired
 
 
+def open_own(path: Path) -> BinaryIO:
+    """Opens a file of the package's own, to read it and to add to its end; makes it if there is none.
+
+    Refuses a symbolic link, which a stranger may have put there to have another file changed, and special files.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | NO_FOLLOW | NO_WAITING | BINARY
+    try:
+        number = os.open(path, flags, 0o666)
+    except OSError:
+        check_not_link(path)
+        raise
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise RestoreKVError(f"{path} is not a regular file; remove it.")
+    return os.fdopen(number, "ab+")
+
+
+def check_not_link(path: Path) -> None:
+    """Refuses a symbolic link where a library is to open a file of the package's own, and would follow it."""
+    if path.is_symlink():
+        raise RestoreKVError(f"{path} is a symbolic link, which is not followed; remove it.")
+
+
 def sweep(path: Path) -> None:
-    """Removes temporary files and folders of processes on this machine that were killed while they wrote `path`."""
+    """Removes temporary files and folders of processes on this machine that were killed while they wrote `path`.
+
+    Those of other users stay, and so do links: no process of ours makes one.
+    """
     begin = f".{path.name}.{HOST}-"
     for stale in path.parent.glob(f"{glob.escape(begin)}*"):
         process = re.match(r"[0-9]+(?=[-.])", stale.name[len(begin) :])
-        if process and not alive(int(process[0])):
-            shutil.rmtree(stale, ignore_errors=True) if stale.is_dir() else stale.unlink(missing_ok=True)
+        if not process or alive(int(process[0])):
+            continue
+        try:
+            status = stale.lstat()
+        except OSError:  # another process has removed it meanwhile
+            continue
+        if hasattr(os, "geteuid") and status.st_uid != os.geteuid():
+            continue
+        if stat.S_ISDIR(status.st_mode):
+            shutil.rmtree(stale, ignore_errors=True)
+        elif stat.S_ISREG(status.st_mode):
+            stale.unlink(missing_ok=True)
 
 
 def alive(process: int) -> bool:
@@ -127,23 +182,28 @@ def alive(process: int) -> bool:
 
 def cache_folder() -> Path | None:
     """Returns where prepared models and proofs are kept, or None without a home folder."""
-    own, general = os.environ.get("RESTOREKV_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    chosen = os.environ.get("RESTOREKV_CACHE")
     try:
-        return Path(own or Path(general or "~/.cache") / "restorekv").expanduser()
+        return Path(chosen).expanduser() if chosen else default_folder()
     except RuntimeError:
         return None
 
 
-def write_json(path: Path, content: object) -> None:
-    """Writes indented UTF-8 JSON."""
-    with writing(path), replacing(path) as temporary:
+def default_folder() -> Path:
+    """Returns the folder unless RESTOREKV_CACHE names one; raises RuntimeError without a home folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "restorekv"
+
+
+def write_json(path: Path, content: object, follow: bool = True) -> None:
+    """Writes indented UTF-8 JSON; `follow` is that of `replacing`."""
+    with writing(path), replacing(path, follow) as temporary:
         temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", "utf-8", "backslashreplace")
 
 
 # A file that someone else wrote is data: it is opened once, read once, and refused with a sentence unless it is whole.
 
 
-def read_bytes(path: Path, what: str, limit: int = JSON_LIMIT) -> bytes:
+def read_bytes(path: Path, what: str, limit: int = JSON_BYTES) -> bytes:
     """Returns the bytes of a regular file of at most `limit` bytes; `what` begins the sentence of an error."""
     with regular(path, what) as (file, size):
         if size > limit:
@@ -151,9 +211,14 @@ def read_bytes(path: Path, what: str, limit: int = JSON_LIMIT) -> bytes:
         return read_whole(file, size, what)
 
 
-def read_json(path: Path, what: str) -> Any:
-    """Returns the JSON value of a file; see `parse_json`."""
-    return parse_json(read_bytes(path, what), what)
+def read_json(path: Path, what: str, elements: int = JSON_ELEMENTS) -> Any:
+    """Returns the JSON value of a file; refuses what `parse_json` refuses."""
+    return parse_json(read_bytes(path, what), what, elements=elements)
+
+
+def read_record(path: Path, what: str) -> Any:
+    """Returns the JSON value of a record, which has at most as many elements as a header."""
+    return read_json(path, what, HEADER_ELEMENTS)
 
 
 def read_tensor_bytes(path: Path, what: str) -> bytes:
@@ -183,14 +248,15 @@ def open_tensors(raw: bytes, what: str) -> tuple[dict[str, str], dict[str, Tenso
     return header.get("__metadata__") or {}, tensors
 
 
-def parse_json(text: str | bytes, what: str, limit: int = JSON_LIMIT) -> Any:
+def parse_json(text: str | bytes, what: str, limit: int = JSON_BYTES, elements: int = JSON_ELEMENTS) -> Any:
     """Returns a JSON value; refuses what a program should not compute with.
 
-    That is: more than `limit` characters, more than DEPTH levels, a key twice in an object, NaN and infinity, integers
-    of more than 64 bits, and surrogates, which are half a character.
+    That is: more than `limit` characters, more than `elements` values and keys, more than DEPTH levels, a key twice in
+    an object, NaN and infinity, integers of more than 64 bits, and surrogates, which are half a character.
     """
     if len(text) > limit:
         raise RestoreKVError(f"{what} has {len(text):,} characters of JSON, more than {limit:,}; {FIX}.")
+    check_elements(text, what, elements)
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         value = json.loads(
@@ -202,23 +268,53 @@ def parse_json(text: str | bytes, what: str, limit: int = JSON_LIMIT) -> Any:
     return value
 
 
+def parse_record(text: str | bytes, what: str) -> Any:
+    """Returns the JSON value of a header, or of a record in one."""
+    return parse_json(text, what, HEADER_BYTES, HEADER_ELEMENTS)
+
+
+def check_elements(text: str | bytes, what: str, most: int) -> None:
+    """Refuses JSON of more than `most` values and keys before any of them takes memory."""
+    packed = isinstance(text, bytes)
+    if sum(text.count(sign.encode() if packed else sign) for sign in "[{,:") < most:
+        return
+    texts, values = 0, 1
+    for match in (SIGNS_OF_BYTES if packed else SIGNS_OF_TEXT).finditer(text):
+        if match[0][:1] in ('"', b'"'):
+            texts += 1
+        else:
+            values += 1
+        if max(texts, values) > most:
+            raise RestoreKVError(f"{what} has more than {most:,} elements of JSON; {FIX}.")
+
+
 @contextmanager
 def regular(path: Path, what: str) -> Iterator[tuple[BinaryIO, int]]:
-    """Yields a regular file, opened for reading, and its size; a FIFO or a device is refused, and never waited for."""
+    """Yields a regular file, opened for reading, and its size; a FIFO or a device is refused, and never waited for.
+
+    Errors of the block, such as those of a disk, become sentences too.
+    """
     try:
-        with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise RestoreKVError(f"{what} is not a regular file; give the name of one.")
-            yield file, status.st_size
+        with open_regular(path, what) as file:
+            yield file, os.fstat(file.fileno()).st_size
     except RestoreKVError:
         raise
+    except (OSError, MemoryError, ValueError) as error:
+        raise RestoreKVError(f"{what} cannot be read ({first_sentence(error)}); {FIX}.") from error
+
+
+def open_regular(path: Path, what: str) -> BinaryIO:
+    """Opens a regular file for reading; refuses all others at once, whoever may write to them."""
+    try:
+        number = os.open(path, os.O_RDONLY | NO_WAITING | BINARY)
     except FileNotFoundError as error:
         raise RestoreKVError(f"{what} does not exist; check its name.") from error
-    except IsADirectoryError as error:
-        raise RestoreKVError(f"{what} is not a regular file; give the name of one.") from error
-    except (OSError, MemoryError, ValueError) as error:  # ValueError: a NUL in the name
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise RestoreKVError(f"{what} cannot be read ({first_sentence(error)}); {FIX}.") from error
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise RestoreKVError(f"{what} is not a regular file; give the name of one.")
+    return os.fdopen(number, "rb")
 
 
 def read_whole(file: BinaryIO, size: int, what: str) -> bytes:
@@ -231,7 +327,7 @@ def read_whole(file: BinaryIO, size: int, what: str) -> bytes:
 def header_length(raw: bytes, size: int, what: str) -> int:
     """Returns the length of a safetensors header from the first 8 bytes of a file of `size` bytes."""
     length = int.from_bytes(raw[:8], "little")
-    if len(raw) < 8 or not 2 <= length <= min(size - 8, HEADER_LIMIT):
+    if len(raw) < 8 or not 2 <= length <= min(size - 8, HEADER_BYTES):
         raise RestoreKVError(f"{what} is cut short or not a safetensors file; {FIX}.")
     return length
 
@@ -239,7 +335,7 @@ def header_length(raw: bytes, size: int, what: str) -> int:
 def read_header(raw: bytes, size: int, what: str) -> dict[str, Any]:
     """Returns the header at the start of `raw`; refuses one whose tensors do not end where the file does."""
     length = header_length(raw, size, what)
-    header = parse_json(raw[8 : 8 + length], what, HEADER_LIMIT)
+    header = parse_record(raw[8 : 8 + length], what)
     try:
         end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
         whole = 8 + length + end == size

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from restorekv.errors import RestoreKVError, writing
-from restorekv.files import read_bytes, replacing
+from restorekv.files import read_bytes, regular, replacing
 
 BLANK, BLANK_SIGNATURE = "0" * 64, "f" * 64
 SIGNATURE = "signature"
@@ -105,8 +105,8 @@ def digest(tensors: Mapping[str, Tensor], record: str) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """Returns the SHA-256 of a file."""
-    with path.open("rb") as file:
+    """Returns the SHA-256 of a regular file; others, which may never end, are refused."""
+    with regular(path, str(path)) as (file, _):
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

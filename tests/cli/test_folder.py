@@ -79,7 +79,7 @@ def test_a_record_is_of_the_file_beside_it(world, given, tmp_path, monkeypatch):
     entries = json.loads(record.read_text())
     (given / "a.txt").write_text(f"{TEXT} And more.")
 
-    def killed(*_: object) -> None:
+    def killed(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     for named in (entries, {name: value for name, value in entries.items() if name != "file"}):

@@ -7,9 +7,11 @@ again, with the checksum that the format asks for, as a stranger would do who kn
 import hashlib
 import json
 import random
+import shutil
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import safetensors.torch
 import torch
@@ -297,6 +299,95 @@ def other_id(rng: random.Random, file: File) -> bytes:
     return file.sealed()
 
 
+HUGE = (3e38, -3e38, 1e30, 65_537.0, -1e6)
+RAN = "ran"  # the file that a stranger's code leaves
+EVIL = "evil-model"  # a folder next to the files, whose config.json names code; see `evil_model`
+
+
+def huge_value(rng: random.Random, file: File) -> bytes:
+    """A finite number that no model computes, among keys, values, scales, biases or the restore cache."""
+    names = [name for name, tensor in file.tensors.items() if tensor.dtype == torch.float32 and tensor.numel()]
+    name = rng.choice(sorted(names))
+    values = file.tensors[name].clone()
+    if rng.random() < 0.3:
+        values.fill_(rng.choice(HUGE))
+    else:
+        values.view(-1)[rng.randrange(values.numel())] = rng.choice(HUGE)
+    file.tensors[name] = values
+    return file.sealed()
+
+
+def odd_adapter(rng: random.Random, file: File) -> bytes:
+    """A record of the adapter that lacks what a reader needs, or has it as something else."""
+    adapter = file.manifest["adapter"] or {"hash": "0" * 16, "restore_tokens": 2}
+    name = rng.choice(("hash", "restore_tokens"))
+    if rng.random() < 0.4:
+        del adapter[name]
+    else:
+        adapter[name] = rng.choice([odd for odd in ODD if type(odd) is not type(adapter[name])])
+    file.manifest["adapter"] = adapter
+    return file.sealed()
+
+
+def long_text(rng: random.Random, file: File) -> bytes:
+    """More text around a question, or in a name, than any template or model has."""
+    name = rng.choice(("between", "suffix_text", "model", "evictor", "allocation", "fingerprint", "template", "ratio"))
+    piece = rng.choice(("x", "x ", "\n", "Ω", "<|im_end|>"))
+    file.manifest[name] = piece * rng.choice((4_200, 10_000, 300_000))
+    return file.sealed()
+
+
+def long_ids(rng: random.Random, file: File) -> bytes:
+    ids = file.tensors["suffix_ids"]
+    file.tensors["suffix_ids"] = torch.full((1, rng.choice((1_100, 100_000, 500_000))), 5, dtype=ids.dtype)
+    return file.sealed()
+
+
+def large_count(rng: random.Random, file: File) -> bytes:
+    """A number of positions that a reader would make room for."""
+    name = rng.choice(("offset", "earlier", "streaming", "prefix", "tokens", "cut"))
+    if name in ("streaming", "cut"):  # which only inform people
+        name = "offset"
+    file.manifest[name] = rng.choice((2**31 - 2_000, 2**31 - 1, 2**30, 2**25))
+    return file.sealed()
+
+
+def many_elements(rng: random.Random, file: File) -> bytes:
+    """JSON that takes far more memory than it has bytes."""
+    piece, count = rng.choice(("[]", "{}", "0", '""', "[[]]")), rng.choice((100_001, 400_000, 1_300_000))
+    name = rng.choice(("parts", "surplus", "rope"))
+    file.manifest.pop(name, None)
+    return file.sealed(json.dumps(file.manifest)[:-1] + f', "{name}": [' + ",".join([piece] * count) + "]}")
+
+
+def other_model(rng: random.Random, file: File) -> bytes:
+    """A model that no reader may open because a file names it."""
+    file.manifest["model"] = rng.choice((EVIL, f"./{EVIL}", f"../{EVIL}", "someone/model", "m.gguf", "/dev/zero", "-"))
+    return file.sealed()
+
+
+def other_gate(rng: random.Random, file: File) -> bytes:
+    """An evictor with a file of the stranger's choice."""
+    gate = rng.choice(("gate=", "gagate=,te=", " gate=", "chunk=64,gate="))
+    file.manifest["evictor"] = rng.choice(("fastkvzip:", "kvzap:")) + gate + rng.choice(("/dev/zero", "fifo", EVIL))
+    return file.sealed()
+
+
+def evil_model(folder: Path, model: Path) -> None:
+    """Makes a copy of a model's folder that asks transformers to run code, which leaves the file `ran`."""
+    evil = folder / EVIL
+    shutil.copytree(model, evil)
+    (evil / "evil.py").write_text(f"open({str(folder / RAN)!r}, 'w')\n\n\nclass Evil:\n    pass\n")
+    names = {name: "evil.Evil" for name in ("AutoConfig", "AutoModelForCausalLM")}
+    tokenizer = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
+    for file, entries in (
+        ("config.json", {"model_type": "evil", "auto_map": names | tokenizer}),
+        ("tokenizer_config.json", {"tokenizer_class": "EvilTokenizer", "auto_map": tokenizer}),
+    ):
+        content = json.loads((evil / file).read_text())
+        (evil / file).write_text(json.dumps({**content, **entries}))
+
+
 def spaced(rng: random.Random, file: File) -> bytes:
     """The same header in another layout."""
     length = int.from_bytes(file.raw[:8], "little")
@@ -318,7 +409,7 @@ RAW: tuple[Way, ...] = (flip, cut, lengthen, erase, move, header_length)
 CONTRADICTING: tuple[Way, ...] = (
     fewer_rows, odd_offsets, not_finite, other_dtype, other_shape, odd_ids, odd_positions, missing_tensor,
     strange_tensor, odd_field, odd_inner_field, missing_field, wrong_number, wrong_shape, odd_json,
-    odd_metadata, odd_header,
+    odd_metadata, odd_header, huge_value, odd_adapter, long_text, long_ids, large_count, many_elements,
 )  # fmt: skip
-PLAUSIBLE: tuple[Way, ...] = (other_text, other_value, other_id)
+PLAUSIBLE: tuple[Way, ...] = (other_text, other_value, other_id, other_model, other_gate)
 NEUTRAL: tuple[Way, ...] = (spaced, same)

@@ -6,15 +6,19 @@ With --key, files are signed, and plausible lies must be refused too.
 """
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
-from tests.hostile.damage import CONTRADICTING, NEUTRAL, PLAUSIBLE, RAW, File
+from tests.hostile.damage import CONTRADICTING, NEUTRAL, PLAUSIBLE, RAN, RAW, File, evil_model
 from tests.hostile.judge import Judge, bound_memory
 
 GROUPS = {"raw": RAW, "contradicting": CONTRADICTING, "plausible": PLAUSIBLE, "neutral": NEUTRAL}
@@ -53,8 +57,8 @@ def made(folder: Path, key: bytes | None) -> list[bytes]:
     return found
 
 
-def serve(connection, key: bytes | None) -> None:
-    """Judges files until there are no more."""
+def serve(connection, key: bytes | None, place: str) -> None:
+    """Judges files until there are no more; a folder in `place` asks for its code to be run, and stdin says yes."""
     import torch
 
     from restorekv import CompressedContext, RestoreKVError, load_model
@@ -62,14 +66,21 @@ def serve(connection, key: bytes | None) -> None:
 
     torch.set_num_threads(1)
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    os.chdir(place)
+    sys.stdin = io.StringIO("y\n" * 1_000_000)
     model, tokenizer = load_model("tiny")
     bound_memory(SPARE)
+    known = set()
     while message := connection.recv():
         path, good = message
         try:
             loaded = CompressedContext.load(path, model, tokenizer, key)
             loaded.ask("Who owns the red house?", 2)
-            known = [contents(CompressedContext.load(each, model, tokenizer, key)) for each in good]
+            loaded.ask("Who owns the red house?", 2, temperature=1.0, logprobs=2)
+            loaded.generate("Who owns it?", max_new_tokens=1)
+            with contextlib.suppress(RestoreKVError):  # what made it may be unable to go on
+                loaded.append("The green house belongs to Bo. " * 12)
+            known = known or {contents(CompressedContext.load(each, model, tokenizer, key)) for each in good}
             verdict = "equal" if contents(loaded) in known else "different"
         except RestoreKVError as error:
             verdict = "refused" if str(error).strip() and "\n" not in str(error) else f"not a sentence: {error!r}"
@@ -80,6 +91,9 @@ def serve(connection, key: bytes | None) -> None:
             verdict = verdict if code in (0, 1) else f"inspect ended with {code}"
         except BaseException as error:
             verdict = f"inspect: {type(error).__name__}: {str(error)[:200]}"
+        if os.path.exists(RAN):
+            verdict = "a stranger's code ran"
+            os.remove(RAN)
         connection.send(verdict)
 
 
@@ -98,17 +112,24 @@ def contents(loaded) -> str:
 
 def run(count: int, seed: int, only: int | None = None, key: bytes | None = None) -> tuple[Counter, list[str]]:
     """Counts by group and verdict, and the failures."""
-    counts, failures, judge = Counter(), [], Judge("spawn", serve, key)
+    counts, failures = Counter(), []
     allowed = ALLOWED_WITH_KEY if key else ALLOWED
     with tempfile.TemporaryDirectory(prefix="restorekv-hostile-") as name:
         folder = Path(name)
         good = made(folder, key)
+        evil_model(folder, Path(find_spec("restorekv").origin).parent / "tiny" / "model")
+        os.mkfifo(folder / "fifo")
+        judge = Judge("spawn", serve, key, name)
         paths = sorted(str(path) for path in folder.glob("good*.rkv"))
         for number in range(count) if only is None else (only,):
             group, way, raw = case(seed, number, good)
             path = folder / "case.rkv"
             path.write_bytes(raw)
-            verdict = judge(str(path), paths)
+            try:
+                verdict = judge(str(path), paths)
+            except KeyboardInterrupt:  # what was counted so far is told
+                print(f"interrupted before case {number}", flush=True)
+                break
             counts[group, verdict if verdict in ("refused", "equal", "different") else "FAILED"] += 1
             if verdict not in allowed[group]:
                 failures.append(f"case {number} ({group}, {way}): {verdict}")
@@ -126,6 +147,7 @@ def main() -> None:
     parser.add_argument("--case", type=int, help="one case by its number")
     parser.add_argument("--key", action="store_true", help="sign the files and refuse what is not signed")
     options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background would ignore
     counts, failures = run(options.count, options.seed, options.case, KEY if options.key else None)
     for (group, verdict), number in sorted(counts.items()):
         print(f"{group:15} {verdict:10} {number}")

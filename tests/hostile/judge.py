@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 SECONDS = 60  # for a case
+STARTING = 600  # more for the first one, before which a process imports everything and loads a model
 
 
 class Judge:
@@ -16,6 +17,7 @@ class Judge:
         self.process = None
 
     def __call__(self, *case: object) -> str:
+        seconds = SECONDS + (STARTING if self.process is None else 0)
         if self.process is None:
             self.ours, theirs = self.context.Pipe()
             self.process = self.context.Process(target=self.serve, args=(theirs, *self.arguments), daemon=True)
@@ -23,7 +25,7 @@ class Judge:
             theirs.close()  # so that the death of the process closes the pipe
         try:
             self.ours.send(case)
-            if not self.ours.poll(SECONDS):
+            if not self.ours.poll(seconds):
                 self.end()
                 return "hang"
             return self.ours.recv()

@@ -3,15 +3,20 @@
 import hashlib
 import json
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 import safetensors.torch
 import torch
+from gguf import GGMLQuantizationType as Precision
 
-from restorekv import load_model
+from restorekv import CompressedContext, compress, load_model
 from restorekv.cli import execute
+from restorekv.compression.chat import Chat
+from restorekv.compression.portable import load_portable
 from restorekv.data.mixture import read_mixture, record
 from restorekv.data.table import figures
 from restorekv.evaluation import results
@@ -20,6 +25,7 @@ from restorekv.evaluation.rows import rows
 from restorekv.evaluation.run import run
 from restorekv.evictors import gate_file
 from restorekv.evictors.gate_file import Gate, GateCard
+from restorekv.model import gguf
 from restorekv.model.shape import CacheShape
 from restorekv.restore import adapter_file
 from restorekv.restore.adapter import RestoreAdapter
@@ -29,6 +35,9 @@ from restorekv.train.config import TrainConfig
 from restorekv.train.examples import Example
 from restorekv.train.features import collect
 from restorekv.train.teacher_cache import TeacherCache
+from tests.helpers import gguf_world
+from tests.helpers.models import build_model, build_tokenizer
+from tests.hostile.damage import BLANK, seal
 
 TEXT = "The red house belongs to Ada. The code of the blue house is 482. " * 5
 CONFIG = TrainConfig(
@@ -216,7 +225,69 @@ def read_grid(folder: Path) -> str:
     return json.dumps(rows(results.load(folder)), sort_keys=True)
 
 
+TEXT_OF_CHAT = TEXT * 2
+
+
+@cache
+def document() -> CompressedContext:
+    """What conversations are about; one allocation for all heads, so that it is portable too."""
+    options = {"evictor": "snapkv", "adapter": None, "allocation": "per-head"}
+    return compress(MODEL, TOKENIZER, TEXT_OF_CHAT, ratio=0.5, **options)
+
+
+def make_chat(folder: Path) -> None:
+    chat = document().chat("Be short.")
+    chat.ask("Who owns the red house?", 4)
+    chat.ask("What is the code?", 4)
+    chat.save(folder / "chat.json")
+
+
+def read_chat(folder: Path) -> str:
+    chat = Chat.load(folder / "chat.json", document())
+    said = chat.ask("Who?", 1)
+    return repr((chat.system, chat.messages, chat.ids(), said))
+
+
+def make_portable(folder: Path) -> None:
+    document().portable().save(folder / "portable.safetensors")
+
+
+def read_portable(folder: Path) -> str:
+    stored = load_portable(folder / "portable.safetensors", MODEL)
+    said = stored.ask(MODEL, TOKENIZER, "Who?", 1)
+    return repr((stored.manifest, stored.name, stored.context.suffix_text, stored.context.suffix.tolist(), said))
+
+
+def seal_portable(folder: Path) -> None:
+    path = folder / "portable.safetensors"
+
+    def resum(metadata: dict, tensors: dict) -> None:
+        metadata["checksum"] = BLANK
+
+    if path.is_file() and path.stat().st_size < 1 << 26:
+        resealed(path, resum)
+        path.write_bytes(seal(path.read_bytes()))
+
+
+def make_gguf(folder: Path) -> None:
+    gguf_world.write(folder / "model.gguf", build_model("llama"), build_tokenizer(), Precision.F32)
+
+
+def read_gguf(folder: Path) -> str:
+    """Reads the header, builds the tokenizer, and has transformers read the weights, as `gguf.convert` does."""
+    made = folder.parent / "made"
+    try:
+        gguf.convert(folder / "model.gguf", gguf.read(folder / "model.gguf"), made)
+        marker = json.loads((made / gguf.MARKER).read_text())
+        return json.dumps(marker["files"])
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
 KINDS = {
+    "chat": Kind(make_chat, read_chat, loose=("chat.json",)),
+    "portable": Kind(make_portable, read_portable, seal_portable),
+    "gguf": Kind(make_gguf, read_gguf, loose=("model.gguf",)),
     "adapter": Kind(make_adapter, read_adapter, seal_adapter, (adapter_file.README,)),
     "gate": Kind(make_gate, read_gate, seal_gate),
     "checkpoint": Kind(make_checkpoint, read_checkpoint, seal_tensors),

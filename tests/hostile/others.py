@@ -1,8 +1,9 @@
 """The campaign against all files besides caches: `python -m tests.hostile.others --count 3000 --seed 0 [--case N]`.
 
-Adapters, gates, checkpoints, the training store, features, built data and evaluation grids. Every case is a folder of
-which one file was harmed; a forked process reads it. A signal, a hang, an exception that is no sentence, or
-wrong contents that were accepted, is a failure and is printed with its number.
+Conversations, portable caches, GGUF files, adapters, gates, checkpoints, the training store, features, built data and
+evaluation grids. Every case is a folder of which one file was harmed; a forked process reads it. A signal, a hang, an
+exception that is no sentence, wrong contents that were accepted, or a file elsewhere that was changed through a link,
+is a failure and is printed with its number.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import struct
 import sys
 import tempfile
@@ -25,6 +27,7 @@ import safetensors.torch
 import torch
 
 from restorekv import RestoreKVError
+from restorekv.files import HOST
 from tests.hostile.damage import DTYPES, ODD
 from tests.hostile.judge import Judge, bound_memory
 from tests.hostile.kinds import KINDS, Kind, some_file
@@ -37,6 +40,9 @@ FREE = {  # what only informs people, or chooses layers, which are those that ha
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "base_model_name_or_path", "revision",
     "task_type", "inference_mode", "license", "source", "between", "local",
 }  # fmt: skip
+CASE, VICTIM = "case", "victim"  # the folder of a case, and a file next to it
+HUGE = (3e38, -3e38, 1e30, 65_537.0)
+LONG = (5_000, 300_000, 3 << 20)
 Way = Callable[[random.Random, Path], str | None]  # the group may turn out to be another
 
 
@@ -87,6 +93,23 @@ def no_regular_file(rng: random.Random, path: Path) -> None:
         path.symlink_to("/proc/kmsg")
 
 
+def linked(rng: random.Random, path: Path) -> None:
+    """The file is a link to one elsewhere, which nobody may change through it; `run` compares that afterwards."""
+    victim = path.parents[len(path.parts) - 1 - path.parts.index(CASE)] / VICTIM
+    shutil.copy(path, victim)
+    path.unlink()
+    path.symlink_to(victim)
+
+
+def foreign_lock(rng: random.Random, path: Path) -> None:
+    """Beside the file are links with names that the package uses itself, to a file elsewhere."""
+    victim = path.parents[len(path.parts) - 1 - path.parts.index(CASE)] / VICTIM
+    victim.write_text("precious")
+    for name in (".lock", f".{path.name}.lock", f".{path.name}.{HOST}-999999999-0.tmp", ".build.json.lock"):
+        if not os.path.lexists(path.parent / name):
+            (path.parent / name).symlink_to(victim)
+
+
 def pickled(rng: random.Random, path: Path) -> None:
     path.write_bytes(b"cos\nsystem\n(S'touch /tmp/restorekv-was-here'\ntR.")
 
@@ -112,11 +135,18 @@ def harmed_json(rng: random.Random, text: str) -> tuple[str, str]:
     if rng.random() < 0.2 or not (found := places(value)):
         whole = [text[:-2], text + "x", text[:-2] + ', "model": 5}', text.replace('": "', '": "\\ud800', 1)]
         whole += [text.replace('": ', '": ' + "9" * 6000, 1), text.replace(": ", ": -", 1)]
+        whole += ["[" + "[]," * 1_300_000 + "0]", '{"a": [' + "0," * 1_300_000 + "0]}", '"' + '\\"' * 1_000_000]
         return rng.choice([*BAD_JSON, *whole]), "contradicting"
     within, key, chain = rng.choice(found)
     group = "plausible" if FREE & set(chain) else "contradicting"
-    kind = rng.randrange(5)
-    if kind == 0 and isinstance(within, dict):
+    kind = rng.randrange(7)
+    if kind == 5 and isinstance(within[key], str):
+        within[key] = rng.choice(("x", "x ", "\n")) * rng.choice(LONG)
+        group = "plausible"
+    elif kind == 6 and isinstance(within[key], list) and within[key]:
+        within[key] = within[key][:1] * rng.choice((100, 200_000, 1_100_000))
+        group = "plausible"
+    elif kind == 0 and isinstance(within, dict):
         del within[key]
         group = "plausible" if len(chain) == 1 else group
     elif kind == 1 and type(within[key]) in (int, float):
@@ -161,7 +191,7 @@ def contradicting_tensors(rng: random.Random, path: Path) -> str:
     group = "contradicting"
     metadata, tensors = opened(path)
     name = rng.choice(sorted(tensors))
-    value, kind = tensors[name], rng.randrange(9)
+    value, kind = tensors[name], rng.randrange(10)
     if kind == 0 and value.is_floating_point():
         value = value.clone()
         value.view(-1)[rng.randrange(value.numel())] = rng.choice((float("nan"), float("inf"), float("-inf")))
@@ -182,6 +212,10 @@ def contradicting_tensors(rng: random.Random, path: Path) -> str:
     elif kind == 6 and not value.is_floating_point():
         value = value.clone()
         value.view(-1)[rng.randrange(value.numel())] = rng.choice((-1, 2**31 - 1, 10**6))
+    elif kind == 9 and value.is_floating_point() and value.numel():
+        value = value.clone()
+        value.view(-1)[rng.randrange(value.numel())] = rng.choice(HUGE)
+        group = "plausible"  # what belongs to a training may have them
     elif kind == 7 and metadata:
         key = rng.choice(sorted(metadata))
         if metadata[key][:1] == "{":
@@ -233,6 +267,16 @@ def contradicting_rows(rng: random.Random, path: Path) -> None:
     parquet.write_table(arrow.Table.from_pylist(rows), path)
 
 
+def lying_header(rng: random.Random, path: Path) -> None:
+    """A number of the header of a GGUF file: counts, lengths, dimensions, types, offsets."""
+    raw = bytearray(path.read_bytes())
+    size = rng.choice((4, 8))
+    place = rng.choice((8, 16, rng.randrange(4, min(len(raw) - 8, 2_500)), rng.randrange(4, min(len(raw) - 8, 30_000))))
+    number = rng.choice((0, 1, 9, 2**18, 2**30, 2**32 - 1, 2**40, 2**62, 2**64 - 1))
+    raw[place : place + size] = (number % 2 ** (8 * size)).to_bytes(size, "little")
+    path.write_bytes(raw)
+
+
 def plausible(rng: random.Random, path: Path) -> None:
     """Another number or text of the same kind."""
     if path.suffix == ".safetensors":
@@ -259,10 +303,12 @@ def neutral(rng: random.Random, path: Path) -> None:
         path.write_text(json.dumps({name: value[name] for name in names}, indent=rng.choice((None, 0, 3))))
 
 
-RAW: tuple[Way, ...] = (flip, cut, lengthen, erase, header_length, sparse, no_regular_file, pickled)
+RAW: tuple[Way, ...] = (
+    flip, cut, lengthen, erase, header_length, sparse, no_regular_file, pickled, linked, foreign_lock,
+)  # fmt: skip
 BY_ENDING: dict[str, Way] = {
     ".safetensors": contradicting_tensors, ".json": contradicting_json, ".jsonl": contradicting_lines,
-    ".csv": contradicting_lines, ".parquet": contradicting_rows,
+    ".csv": contradicting_lines, ".parquet": contradicting_rows, ".gguf": lying_header,
 }  # fmt: skip
 
 
@@ -312,7 +358,7 @@ def run(count: int, seed: int, only: int | None = None) -> tuple[Counter, list[s
     """Counts by kind, group and verdict, and the failures."""
     counts, failures = Counter(), []
     with tempfile.TemporaryDirectory(prefix="restorekv-hostile-") as name:
-        place, case = Path(name), Path(name) / "case"
+        place, case = Path(name), Path(name) / CASE
         for kind, each in KINDS.items():
             (place / kind).mkdir()
             each.make(place / kind)
@@ -323,7 +369,16 @@ def run(count: int, seed: int, only: int | None = None) -> tuple[Counter, list[s
             kind = rng.choice(sorted(KINDS))
             shutil.copytree(place / kind, case)
             group, way, path = harm(rng, KINDS[kind], case)
-            verdict = reader(kind, case)
+            victim = place / VICTIM
+            before = victim.read_bytes() if victim.exists() else b""
+            try:
+                verdict = reader(kind, case)
+            except KeyboardInterrupt:  # what was counted so far is told
+                print(f"interrupted before case {number}", flush=True)
+                break
+            if victim.exists() and victim.read_bytes() != before:
+                verdict = "a file was changed through a link"
+            victim.unlink(missing_ok=True)
             known = verdict in ("refused", "equal", "different")
             counts[kind, group, verdict if known else "FAILED"] += 1
             if verdict not in allowed(group, KINDS[kind], path):
@@ -342,6 +397,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", type=int, help="one case by its number")
     options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background would ignore
     counts, failures = run(options.count, options.seed, options.case)
     for (kind, group, verdict), number in sorted(counts.items()):
         print(f"{kind:11} {group:14} {verdict:10} {number}")

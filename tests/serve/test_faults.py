@@ -19,7 +19,7 @@ from restorekv.compression.context import CompressedContext  # noqa: E402
 from restorekv.compression.generate import BATCH  # noqa: E402
 from restorekv.errors import CacheFileError, RestoreKVError  # noqa: E402
 from restorekv.model.shape import decoder  # noqa: E402
-from restorekv.serve import service, shared  # noqa: E402
+from restorekv.serve import caches, service, shared  # noqa: E402
 from restorekv.serve.caches import Caches  # noqa: E402
 from restorekv.serve.engine import AwayError  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
@@ -110,6 +110,32 @@ def test_an_answer_that_leaves_its_grammar_harms_no_other(client):
     with ThreadPoolExecutor(4) as pool:
         ended = list(pool.map(one, range(4)))
     assert "grammar" in ended.pop(2) and set(ended) <= {"stop", "length"}
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"logprobs": True, "top_logprobs": 2}, {"stream": True}])
+def test_a_document_over_which_the_model_computes_no_numbers_fails_its_own_questions(client, monkeypatch, options):
+    """With 400 and a sentence; a question to another document in the same batch is answered."""
+    compress = caches.compress
+
+    def overflowing(model, tokenizer, text, **how):
+        made = compress(model, tokenizer, text, **how)
+        for layer in made.cache.layers if "overflow" in text else ():
+            layer.context_values.fill_(float("nan"))
+        return made
+
+    monkeypatch.setattr(caches, "compress", overflowing)
+    good, bad = upload(client), upload(client, TEXT + " overflow")
+
+    def one(number: int) -> str:
+        try:
+            said = ask(client, about(bad if number % 2 else good, question=f"{number}?"), **options)
+            return list(said)[-1].choices[0].finish_reason if "stream" in options else said.choices[0].finish_reason
+        except openai.BadRequestError as error:
+            return error.message
+
+    with ThreadPoolExecutor(4) as pool:
+        ended = list(pool.map(one, range(4)))
+    assert all("not finite" in each for each in ended[1::2]) and set(ended[::2]) <= {"stop", "length"}
 
 
 def test_a_document_deleted_while_it_is_compressed_otherwise_leaves_nothing(client, slow, tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
+from rich.text import Text
 
 from restorekv.cli import options
 from restorekv.cli.errors import RECEIVED, report_error, visible
@@ -129,7 +129,8 @@ def command(chat: Chat, line: str, key: bytes | None) -> None:
             notes.print(f"Turns taken back: {count}; {len(chat.turns)} are left.")
         case "/history":
             for message in chat.messages:
-                output.print(f"[bold]{message['role']}[/]: {escape(visible(message['content']))}", soft_wrap=True)
+                said = Text.assemble((message["role"], "bold"), f": {visible(message['content'])}")
+                output.print(said, soft_wrap=True)
         case "/fold":
             before = chat.nbytes
             chat.fold()
@@ -147,7 +148,7 @@ def command(chat: Chat, line: str, key: bytes | None) -> None:
                 raise RestoreKVError("Folded turns are part of the document; save that, as in /save doc.rkv.")
             else:
                 chat.save(path)
-            notes.print(f"Wrote {escape(str(path))}.")
+            notes.print(f"Wrote {path}.", markup=False)
         case "/help":
             for each, what in HELP.items():
                 notes.print(f"{each:12} {what}", highlight=False, soft_wrap=True, markup=False)

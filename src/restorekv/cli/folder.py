@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from restorekv import __version__
+from restorekv.bounds import TEXT_BYTES
 from restorekv.cli.session import check_apart, notes, open_model, output, shares
 from restorekv.compression.budget import exact_ratio
 from restorekv.compression.compressor import compress
@@ -21,7 +22,7 @@ from restorekv.compression.context_file import read
 from restorekv.compression.eviction import load_adapter, make_compressor
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import RestoreKVError, first_sentence
-from restorekv.files import TEXT_LIMIT, check_target, read_bytes, read_json, write_json
+from restorekv.files import check_target, read_bytes, read_record, write_json
 from restorekv.model.load import model_fingerprint, rope_fingerprint
 from restorekv.model.prompt import default_between, template_hash
 from restorekv.seal import file_digest
@@ -87,7 +88,7 @@ class Maker:
     def made(self, source: Path, name: str, target: Path) -> Made:
         """See `make`; raises what is wrong with the document."""
         self.open()
-        content, record = read_bytes(source, name, TEXT_LIMIT), record_of(target)
+        content, record = read_bytes(source, name, TEXT_BYTES), record_of(target)
         digest = hashlib.sha256(self.facts.encode() + content).hexdigest()
         if (there := existing(target, record, digest, self.recipe.key)) is not None:
             return there
@@ -97,7 +98,7 @@ class Maker:
         seconds, plain = compressed.manifest.seconds, replace(compressed.manifest, seconds={})
         record.unlink(missing_ok=True)  # a run that ends between the two lines below leaves none
         replace(compressed, manifest=plain).save(target, self.recipe.key)  # the same bytes, whoever makes it
-        write_json(record, {"of": digest, "file": file_digest(target), "seconds": seconds})
+        write_json(record, {"of": digest, "file": file_digest(target), "seconds": seconds}, follow=False)
         return Made("wrote", plain.bytes_held, plain.bytes_full)
 
 
@@ -110,7 +111,7 @@ def existing(target: Path, record: Path, digest: str, key: bytes | None) -> Made
     if not target.exists() or not record.exists():
         return None
     try:
-        made = read_json(record, str(record))
+        made = read_record(record, str(record))
         if made.get("of") != digest:
             return None
         manifest = read(target, key).manifest

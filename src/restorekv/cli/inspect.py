@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -19,7 +18,7 @@ from restorekv.compression.context import size
 from restorekv.errors import ModelError
 from restorekv.evaluation.survivors import Survivors, check_format, save_plot
 from restorekv.files import write_json
-from restorekv.model.load import BUNDLED, load_tokenizer
+from restorekv.model.load import BUNDLED, load_tokenizer, shipped_name
 from restorekv.model.prompt import template_hash
 from restorekv.seal import read_key
 
@@ -34,7 +33,7 @@ def run(
     plot: Annotated[Path | None, options.target("Draw the same as a picture: .png, .pdf or .svg.")] = None,
     json: Annotated[Path | None, options.target("Write the figures here, for programs.")] = None,
     model: Annotated[
-        str | None, typer.Option(help="Whose tokenizer shows the text; the file's own unless given.")
+        str | None, typer.Option(help="Whose tokenizer shows the text; one that ships unless given.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=0, help="How many tokens of the text to show.")] = 400,
     sign_key: options.SignKey = None,
@@ -56,14 +55,14 @@ def run(
     else:
         output.print(reading(survivors, tokenizer, tokens))
     if plot:
-        output.print(f"Drew {escape(str(plot))}", soft_wrap=True)
+        output.print(f"Drew {plot}", soft_wrap=True, markup=False)
 
 
 def find_tokenizer(survivors: Survivors, model: str | None) -> Tokenizer | None:
-    """Returns the tokenizer asked for, or that of the file's model or the bundled one if its template fits."""
+    """Returns the tokenizer asked for, or that of a model that ships, if its template fits; the file names no other."""
     if model is not None:
         return load_tokenizer(model)
-    for name in (survivors.manifest.model, BUNDLED):
+    for name in filter(None, (shipped_name(survivors.manifest.model), BUNDLED)):
         try:
             tokenizer = load_tokenizer(name, offline=True)
         except ModelError:
@@ -78,7 +77,7 @@ def facts(survivors: Survivors) -> dict[str, str]:
     m = survivors.manifest
     full = survivors.keep.numel()
     return {
-        "model": f"{escape(m.model)} ({m.dtype}, fingerprint {m.fingerprint})",
+        "model": f"{m.model} ({m.dtype}, fingerprint {m.fingerprint})",
         "method": method_of(m),
         "context": f"T = {m.tokens:,} tokens, chat prefix S = {m.prefix:,} ({m.prefix_policy}, "
         f"small budget: {m.on_small_budget})" + f", {m.cut:,} tokens were cut" * bool(m.cut),

@@ -46,7 +46,9 @@ Adapter = Annotated[
 ]
 MODEL_HELP = "smollm2, tiny (also called bundled), a model folder, a GGUF file or a hub id."
 Model = Annotated[str, typer.Option(help=MODEL_HELP)]
-OtherModel = Annotated[str | None, typer.Option("--model", help=f"The model, unless the file's own. {MODEL_HELP}")]
+OtherModel = Annotated[
+    str | None, typer.Option("--model", help=f"The model, needed unless it is one that ships. {MODEL_HELP}")
+]
 System = Annotated[str, typer.Option(help="The system message before the text; unless given, the template's own.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]

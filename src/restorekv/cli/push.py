@@ -6,10 +6,10 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.markup import escape
 
 from restorekv.cli.session import notes, output
-from restorekv.errors import AdapterError
+from restorekv.errors import AdapterError, raised_as
+from restorekv.files import read_bytes
 from restorekv.model.load import DTYPES, check_dtype
 from restorekv.restore import adapter_file, model_card, publish
 
@@ -48,10 +48,16 @@ def run(
         lora = {name: tensor.to(getattr(torch, dtype)) for name, tensor in stored.lora.items()}
         stored = replace(stored, lora=lora, card=replace(stored.card, dtype=dtype))
     path = folder / adapter_file.README
-    readme = None if model_card.is_ours(path) else path.read_text(encoding="utf-8", errors="replace")
+    readme = None if model_card.is_ours(path) else own_card(path)
     if dry_run:
         typer.echo(publish.prepare(repo, stored, license, readme)[1], nl=False)
         return
     with notes.status(f"publishing {repo}"):
         address = publish.push(repo, stored, private=private, license=license, readme=readme, commit_message=message)
-    output.print(f"Published {escape(address)}")
+    output.print(f"Published {address}", markup=False)
+
+
+def own_card(path: Path) -> str:
+    """Returns the model card that a person wrote."""
+    with raised_as(AdapterError):
+        return read_bytes(path, str(path), publish.README_LIMIT).decode("utf-8", "replace")

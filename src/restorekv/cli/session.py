@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.status import Status
@@ -18,13 +17,14 @@ from rich.text import Text
 from transformers import PreTrainedModel, logging
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv.bounds import TEXT_BYTES
 from restorekv.cli.errors import visible
 from restorekv.compression.context import CompressedContext
 from restorekv.compression.context_file import Manifest, read
 from restorekv.compression.prepared import CompressionConfig
-from restorekv.errors import RestoreKVError
-from restorekv.files import TEXT_LIMIT, read_bytes
-from restorekv.model.load import check_dtype, load_model
+from restorekv.errors import RestoreKVError, shown
+from restorekv.files import read_bytes
+from restorekv.model.load import check_dtype, load_model, shipped_name
 from restorekv.model.tokenize import decoded
 from restorekv.serve.documents import KINDS, text_of
 
@@ -54,7 +54,7 @@ def read_text(name: str) -> str:
             raise RestoreKVError("The standard input is closed; give a file or pipe a text in.")
         payload = sys.stdin.buffer.read()
     else:
-        payload = read_bytes(Path(name), f"The file {name}", TEXT_LIMIT)
+        payload = read_bytes(Path(name), f"The file {name}", TEXT_BYTES)
     if Path(name).suffix.lower() in KINDS:
         return text_of(name, payload)
     source = "The input" if name == "-" else f"The file {name}"
@@ -99,12 +99,31 @@ def open_model(
 def open_documents(
     files: Sequence[Path], model: str | None, dtype: str | None, device: str, key: bytes | None
 ) -> list[CompressedContext]:
-    """Reads cache files of one model, which wrong files are refused before, and loads them; None: as the first says."""
+    """Reads cache files of one model, which wrong files are refused before, and loads them.
+
+    Where `model` or `dtype` is None, it is as the first file says; of models, that goes for those that ship.
+    """
     stored = [read(each, key) for each in files]
     first = stored[0].manifest
     dtype = getattr(torch, first.dtype) if dtype in (None, "auto") else dtype
-    loaded, tokenizer = open_model(model or first.model, dtype, device, yarn_of(first.rope))
+    name = model or named_model(files[0], first.model)
+    loaded, tokenizer = open_model(name, dtype, device, yarn_of(first.rope))
     return [CompressedContext.load(each, loaded, tokenizer) for each in stored]
+
+
+def named_model(file: Path, name: str) -> str:
+    """Returns the model that a file was made with, if it ships; refuses to open any other because a file says so."""
+    if known := shipped_name(name):
+        return known
+    raise RestoreKVError(
+        f"{file} says that its model is {quoted(name)}, and a file's word alone opens no model; if you know it, give "
+        "its folder, GGUF file or hub id with --model."
+    )
+
+
+def quoted(text: str) -> str:
+    """Returns what a file says in quotation marks: printable and not long."""
+    return f"'{shown(text)}'"
 
 
 def yarn_of(rope: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -167,14 +186,15 @@ def method_of(m: Manifest) -> str:
 
 def print_written(path: Path) -> None:
     """Says what was written, on one line however long the name."""
-    output.print(f"Wrote {escape(str(path))}", soft_wrap=True)
+    output.print(f"Wrote {path}", soft_wrap=True, markup=False)
 
 
 def print_figures(title: str, rows: dict[str, str]) -> None:
     """Prints a table with names on the left and values on the right."""
-    table = Table(title=escape(title), show_header=False, title_justify="left", title_style="bold")
+    # As Text, in which brackets and backslashes of names stay what they are; `escape` of rich keeps only some of them.
+    table = Table(title=Text(title), show_header=False, title_justify="left", title_style="bold")
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows.items():
-        table.add_row(escape(name), escape(value))
+        table.add_row(Text(name), Text(value))
     output.print(table)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv.bounds import POSITIONS, SYSTEM_LETTERS
 from restorekv.compression import generate
 from restorekv.compression.answers import Answer, answer_of, pieces
 from restorekv.compression.constraint import Constraint
@@ -27,6 +28,7 @@ from restorekv.compression.context_file import digest
 from restorekv.compression.sampling import Decoding, DecodingOptions, Row, first_stop
 from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.files import has_type, read_json, write_json
+from restorekv.model.load import longest
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context, between_turns, check_question, encode, system_text, tell_beyond
 from restorekv.model.support import refuse_beyond
@@ -236,6 +238,7 @@ class Chat:
         """Writes the turns as JSON, all or nothing; `load` reads them once more over the same document."""
         if self.folded:
             raise RestoreKVError("Folded turns are part of the document; save that: chat.document.save('doc.rkv').")
+        check_length(path, self)
         turns = [
             {
                 "question": turn.question, "answer": turn.answer.text, "finish": turn.answer.finish, "read": turn.read,
@@ -258,6 +261,7 @@ class Chat:
             answer = replace(answer, text=turn["answer"], finish=turn.get("finish", answer.finish))
             chat.turns.append(Turn(turn["question"], answer, tuple(turn["read"])))
         if chat.turns:
+            check_length(path, chat)
             prefill(document.model, torch.tensor([chat.ids()]), into=chat.cache)
         return chat
 
@@ -293,5 +297,18 @@ def check_saved(path: str | Path, content: object, document: CompressedContext) 
         sound &= set(turn) == set(SAVED) and all(has_type(turn[n], SAVED[n]) for n in SAVED)
         sound = sound and bool(turn["read"] and turn["written"])
         sound = sound and all(0 <= token < vocabulary for token in turn["read"] + turn["written"])
+        sound = sound and all(len(text) <= SYSTEM_LETTERS for text in (turn["question"], turn["answer"]))
+    sound = sound and len(content["system"]) <= SYSTEM_LETTERS
     if not sound:
         raise CacheFileError(f"{path} is damaged; its turns are not what chat.save writes.")
+
+
+def check_length(path: str | Path, chat: Chat) -> None:
+    """Refuses a conversation that the model would have to read beyond its positions, of which a file can have any."""
+    first, limit = chat.document.cache.get_seq_length(), longest(chat.document.model.config)
+    most = min(limit, POSITIONS) - first
+    if (tokens := len(chat.ids())) > most:
+        raise CacheFileError(
+            f"The conversation of {path} has {tokens:,} tokens, and the model's {limit:,} positions have room for "
+            f"{max(most, 0):,} after the document; take turns back or fold them before it is saved."
+        )

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import __version__
+from restorekv.bounds import TEXT_BYTES
 from restorekv.cache import quantized
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.budget import Budget, OnSmallBudget, PrefixPolicy, exact_ratio, from_file
@@ -29,7 +30,7 @@ from restorekv.compression.context_file import Manifest
 from restorekv.compression.eviction import load_adapter, make_compressor
 from restorekv.compression.prepared import CompressionConfig, Compressor, PreparedContext, Progress, RestoreFrom, timed
 from restorekv.errors import BudgetError, RestoreKVError
-from restorekv.files import TEXT_LIMIT, read_bytes
+from restorekv.files import read_bytes
 from restorekv.model import attention
 from restorekv.model.load import model_fingerprint, model_name, rope_fingerprint
 from restorekv.model.offload import trim_heap
@@ -113,7 +114,7 @@ def text_and_system(context: object, system: str) -> tuple[str | Sequence[int] |
     """Returns the text or token ids of any form of context that `compress` takes, and the system message."""
     if isinstance(context, Path):
         what = f"The file {context}"
-        return decoded(read_bytes(context, what, TEXT_LIMIT), what), system
+        return decoded(read_bytes(context, what, TEXT_BYTES), what), system
     if not isinstance(context, list | tuple) or not context or not isinstance(context[0], Mapping):
         return context, system
     roles = [each.get("role") if isinstance(each, Mapping) else None for each in context]

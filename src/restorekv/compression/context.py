@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.generation import LogitsProcessorList
 
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression import answers, context_file, generate, portable
@@ -26,9 +26,10 @@ from restorekv.compression.eviction import Eviction, load_adapter, make_compress
 from restorekv.compression.growing import Growth
 from restorekv.compression.portable import Portable
 from restorekv.compression.prepared import CompressionConfig, Compressor
-from restorekv.compression.sampling import Decoding, DecodingOptions
+from restorekv.compression.sampling import Decoding, DecodingOptions, FiniteLogits
 from restorekv.errors import CacheFileError, RestoreKVError, warn
 from restorekv.model import attention, support
+from restorekv.model.load import longest
 from restorekv.model.prompt import Context, encode, template_hash, token_ids
 from restorekv.model.shape import CacheShape
 from restorekv.restore.adapter import RestoreAdapter
@@ -150,7 +151,7 @@ class CompressedContext:
         m, made = self.manifest, self.compressor
         if isinstance(made, Eviction) and evictor is None and adapter in ("auto", None):
             return replace(made, streaming=None, scoring=True, adapter=made.adapter if adapter == "auto" else None)
-        name = evictor or re.sub(r"gate=[^,]*,?", "", m.evictor).rstrip(":,")  # a digest, from which no file follows
+        name = evictor or without_gate(m.evictor)
         how = make_compressor(name)
         if not isinstance(how, Eviction):
             raise RestoreKVError(f"{name} makes a cache that cannot grow; compress the whole text with an evictor.")
@@ -191,7 +192,9 @@ class CompressedContext:
         inputs = self.inputs(question, answer_prefix)
         stops, config = generate.stop_ids(self.model, self.tokenizer), options.get("generation_config")
         usual = {} if config else {"do_sample": False, "max_new_tokens": 128}
-        options = {**usual, "eos_token_id": sorted(stops), "pad_token_id": self.tokenizer.pad_token_id or 0, **options}
+        own = LogitsProcessorList([*(options.pop("logits_processor", None) or ()), FiniteLogits()])
+        ends = {"eos_token_id": sorted(stops), "pad_token_id": self.tokenizer.pad_token_id or 0}
+        options = {**usual, **ends, **options, "logits_processor": own}
         rows, several, detailed = (
             options.get(name) or getattr(config, name, None) or 1
             for name in ("num_beams", "num_return_sequences", "return_dict_in_generate")
@@ -248,8 +251,20 @@ def check(stored: CacheFile, model: PreTrainedModel, tokenizer: Tokenizer) -> No
     check_model(path, manifest, model)
     if max(int(each.max()) for each in ids if each.numel()) >= model.get_input_embeddings().weight.shape[0]:
         raise CacheFileError(f"{path} has token ids that the model's vocabulary lacks; compress the context again.")
+    reach, limit = stored.context.positions + manifest.offset, longest(model.config)
+    if manifest.offset and reach > limit:  # compress makes none
+        raise CacheFileError(
+            f"{path} moves questions to position {reach:,}, and the model has {limit:,}; compress the context again."
+        )
     if manifest.template != template_hash(tokenizer):
         warn(f"{path} was made with another chat template; answers may suffer.")
+
+
+def without_gate(spec: str) -> str:
+    """Returns an evictor's spec as a file may choose it: without a gate, whose file only the user names."""
+    name, _, settings = spec.partition(":")
+    kept = [item for item in settings.split(",") if item.partition("=")[0].strip() not in ("gate", "")]
+    return f"{name}:{','.join(kept)}" if kept else name
 
 
 def size(count: float) -> str:

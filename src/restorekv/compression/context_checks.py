@@ -9,17 +9,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 from itertools import pairwise
-from typing import TYPE_CHECKING, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from restorekv.bounds import (
+    AROUND_LETTERS,
+    AROUND_TOKENS,
+    CELLS,
+    LARGEST_NUMBER,
+    LAYERS,
+    NAME_LETTERS,
+    POSITIONS,
+    SYSTEM_LETTERS,
+    WIDTH,
+)
+from restorekv.cache import quantized
 from restorekv.cache.quantized import KINDS, STORAGES, scale_shapes
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.budget import ON_SMALL_BUDGET, PREFIX_POLICIES, exact_ratio
 from restorekv.compression.prepared import RESTORE_FROM
-from restorekv.errors import CacheFileError, RestoreKVError
+from restorekv.errors import CacheFileError, RestoreKVError, shown
 from restorekv.files import has_type
 from restorekv.model.load import model_fingerprint, rope_fingerprint
 from restorekv.model.shape import CacheShape
@@ -27,7 +39,6 @@ from restorekv.model.shape import CacheShape
 if TYPE_CHECKING:
     from restorekv.compression.context_file import Manifest
 
-LARGEST = 2**31 - 1  # of positions and rows, which files hold as int32
 BLOCK = 1 << 22  # numbers looked at together
 SHAPE = {field.name for field in fields(CacheShape)}
 COUNTS = (
@@ -39,7 +50,12 @@ CHOICES = {
     "on_small_budget": ON_SMALL_BUDGET, "restore_from": RESTORE_FROM,
 }  # fmt: skip
 PARTS = ("keys", "values")
-WORDS = ("between", "system")  # texts of several lines
+WORDS = {"between": AROUND_LETTERS, "system": SYSTEM_LETTERS}  # texts of several lines, with their most characters
+SIZES = dict.fromkeys(SHAPE, WIDTH) | dict.fromkeys(("layers", "heads", "groups"), LAYERS)
+ADAPTER: dict[str, Any] = {  # what a record of the adapter holds; the first two have always been there
+    "hash": str, "restore_tokens": int, "source": str | None, "evictor": str | None, "prefix_policy": str | None,
+    "ratio_range": list[float] | None, "allocation": str | None, "restore_from": str | None,
+}  # fmt: skip
 
 
 class ContradictionError(CacheFileError):
@@ -56,15 +72,21 @@ def check_manifest(manifest: Manifest) -> None:
     for name, hint in get_type_hints(type(manifest)).items():
         value = getattr(manifest, name)
         require(has_type(value, hint), f"records something that is no {hint} as its {name}")
-        if isinstance(value, str) and name not in WORDS:  # what cannot be printed may command a terminal
-            require(value.isprintable(), f"records {value!r} as its {name}")
+        if isinstance(value, str):
+            most = WORDS.get(name, NAME_LETTERS)
+            require(len(value) <= most, f"records {len(value):,} characters as its {name}, more than {most:,}")
+            # What cannot be printed may command a terminal.
+            require(name in WORDS or value.isprintable(), f"records {shown(value)} as its {name}")
     for name, choices in CHOICES.items():
-        require(getattr(manifest, name) in choices, f"records the {name} {getattr(manifest, name)!r}")
+        require(getattr(manifest, name) in choices, f"records the {name} {shown(getattr(manifest, name))}")
     shape = manifest.shape
-    require(set(shape) == SHAPE and all(0 < size <= LARGEST for size in shape.values()), "has a shape of no model")
+    fits = set(shape) == SHAPE and all(0 < size <= SIZES[name] for name, size in shape.items())
+    require(fits, "has a shape of no model")
     require(all(0 <= getattr(manifest, name) <= 2**62 for name in COUNTS), "records a count below zero or too large")
     positions = manifest.prefix + manifest.tokens + manifest.offset
-    require(manifest.tokens > 0 and positions <= LARGEST, "records a number of tokens that no context has")
+    cells = shape["layers"] * shape["heads"] * (positions + manifest.earlier)
+    fits = manifest.tokens > 0 and positions <= POSITIONS and cells <= CELLS
+    require(fits, "records a number of tokens that no context has")
     require(not manifest.parts or (min(manifest.parts) > 0 and sum(manifest.parts) == manifest.tokens),
             "records parts that are not its text's")  # fmt: skip
     require(manifest.streaming is None or manifest.streaming > 0, "records parts without tokens")
@@ -72,25 +94,44 @@ def check_manifest(manifest: Manifest) -> None:
     for name in ("versions", "seconds"):
         require(all(str(part).isprintable() for item in getattr(manifest, name).items() for part in item),
                 f"records {name} that cannot be printed")  # fmt: skip
-    adapter = manifest.adapter
-    require(adapter is None or isinstance(adapter.get("hash"), str), "does not say which adapter it was made with")
+    check_adapter(manifest.adapter)
     try:
         exact_ratio(manifest.ratio)
     except RestoreKVError as error:
         raise ContradictionError(f"records what compress refuses: {error}") from None
 
 
+def check_adapter(adapter: dict[str, Any] | None) -> None:
+    """Checks what a file says of the adapter that it was made with, if there was one."""
+    if adapter is None:
+        return
+    require({"hash", "restore_tokens"} <= set(adapter), "does not say which adapter it was made with")
+    for name, value in adapter.items():
+        known = name in ADAPTER and has_type(value, ADAPTER[name])
+        require(known, f"records something else than an adapter's {shown(name)}")
+        fits = not isinstance(value, str) or (len(value) <= NAME_LETTERS and value.isprintable())
+        require(fits, f"records an adapter's {name} that cannot be printed")
+    require(0 < adapter["restore_tokens"] <= POSITIONS, "records an adapter without restore tokens")
+
+
+def check_around(text: str, ids: Tensor) -> None:
+    """Checks the length of what follows every question; `text` and `ids` (1, P) are the same."""
+    most = f"more than {AROUND_LETTERS:,} characters or {AROUND_TOKENS:,} tokens"
+    fits = len(text) <= AROUND_LETTERS and ids.shape[-1] <= AROUND_TOKENS
+    require(fits, f"has {most} after every question")
+
+
 def check_model(path: object, manifest: Manifest, model: PreTrainedModel) -> None:
     """Refuses a model whose weights, shape, dtype or rotation of keys are not those that the file was made with."""
     if manifest.rope != rope_fingerprint(model.config):
         raise CacheFileError(
-            f"{path} was made with RoPE {manifest.rope}, the model has {rope_fingerprint(model.config)}; "
+            f"{path} was made with RoPE {shown(manifest.rope)}, the model has {rope_fingerprint(model.config)}; "
             "load the model with the same RoPE configuration."
         )
     if manifest.dtype != str(model.dtype).removeprefix("torch."):
         raise CacheFileError(f"{path} holds {manifest.dtype}; load the model with dtype={manifest.dtype!r}.")
     if manifest.fingerprint != model_fingerprint(model):
-        raise CacheFileError(f"{path} was made with another model ({manifest.model}); load that one.")
+        raise CacheFileError(f"{path} was made with another model ({shown(manifest.model)}); load that one.")
     if manifest.shape != vars(CacheShape.of(model)):
         raise CacheFileError(f"{path} records a shape that is not the model's; compress the context again.")
 
@@ -128,6 +169,7 @@ def check_layer(
     if storage != "model":
         for part, shape in zip(PARTS, scale_shapes(offsets, storage, dim), strict=True):
             check_tensor(tensors, f"{layer}.{part}.scales", torch.float32, shape)
+            check_scales(tensors[f"{layer}.{part}.scales"], storage)
             names.add(f"{layer}.{part}.scales")
     if f"{layer}.bias" in tensors:
         kinds = torch.float32, getattr(torch, manifest.dtype)
@@ -137,14 +179,29 @@ def check_layer(
 
 
 def check_tensor(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype, shape: tuple[int | None, ...]) -> None:
-    """Checks that a tensor is there, has a dtype and a shape (None: any size), and holds finite numbers alone."""
+    """Checks that a tensor is there, has a dtype and a shape (None: any size), and holds numbers that models compute.
+
+    They are finite, and none is larger than LARGEST_NUMBER.
+    """
     require(name in tensors, f"lacks the tensor {name}")
     tensor = tensors[name]
     fits = tensor.ndim == len(shape) and all(size in (None, own) for size, own in zip(shape, tensor.shape, strict=True))
     require(tensor.dtype == dtype and fits, f"has a tensor {name} of {tensor.dtype} and shape {tuple(tensor.shape)}")
-    if tensor.is_floating_point():
-        finite = all(bool(part.float().isfinite().all()) for part in tensor.flatten().split(BLOCK))
-        require(finite, f"has numbers in {name} that are not finite")
+    if not tensor.is_floating_point() or not tensor.numel():
+        return
+    largest = torch.stack([part.float().abs().max() for part in tensor.flatten().split(BLOCK)]).max()  # or NaN
+    require(bool(largest.isfinite()), f"has numbers in {name} that are not finite")
+    limit = f"{LARGEST_NUMBER:,.0f}"
+    require(float(largest) <= LARGEST_NUMBER, f"has numbers in {name} beyond {limit}, which no model computes")
+
+
+def check_scales(scales: Tensor, storage: str) -> None:
+    """Checks that no code of 8 bits stands for a number beyond LARGEST_NUMBER, and that none has the scale 0."""
+    if not scales.numel():
+        return
+    most = LARGEST_NUMBER / quantized.LARGEST[KINDS[storage]] * (1 + 1e-6)  # a scale is rounded to float32
+    fits = float(scales.min()) > 0 and float(scales.max()) <= most
+    require(fits, f"has scales of {storage} numbers that no cache has")
 
 
 def check_positions(positions: Tensor, offsets: list[int], columns: int) -> None:

@@ -21,14 +21,15 @@ from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.compression.budget import from_file, to_file
 from restorekv.compression.context_checks import (
     ContradictionError,
+    check_around,
     check_manifest,
     check_sums,
     check_tensors,
     require,
     sums,
 )
-from restorekv.errors import CacheFileError, RestoreKVError, raised_as
-from restorekv.files import open_tensors, parse_json, read_tensor_bytes
+from restorekv.errors import CacheFileError, RestoreKVError, raised_as, shown
+from restorekv.files import open_tensors, parse_record, read_tensor_bytes
 from restorekv.model.prompt import Context
 
 FORMAT = "restorekv-cache"
@@ -120,6 +121,7 @@ def read(path: str | Path, key: bytes | None = None) -> CacheFile:
     with refusing(path, "compress the context again"):
         manifest, others, tensors = read_sealed(path, check_format, {"suffix_text": str}, key)
         check_tensors(tensors, manifest)
+        check_around(others["suffix_text"], tensors["suffix_ids"])
         ids, suffix = (tensors[name].long() for name in ("context_ids", "suffix_ids"))
         context = Context(ids, manifest.prefix, suffix, others["suffix_text"], manifest.between)
         stored = CacheFile(Path(path), manifest, context, tensors)
@@ -152,7 +154,7 @@ def read_sealed(
     metadata, tensors = open_tensors(raw, what)
     check(metadata, what)
     seal.check_seal(raw, metadata, what, key)
-    entries = parse_json(str(metadata.get("manifest")), what)
+    entries = parse_record(str(metadata.get("manifest")), what)
     require(isinstance(entries, dict), "has a damaged manifest")
     beside = {name: entries.pop(name, None) for name in others}
     require(all(type(beside[name]) is kind for name, kind in others.items()), "has a damaged manifest")
@@ -165,9 +167,9 @@ def check_format(metadata: dict[str, str], what: str) -> None:
     """Refuses files of other kinds and versions."""
     if metadata.get("format") != FORMAT:
         raise CacheFileError(f"{what} is a safetensors file but not a restorekv cache; give a file made by compress.")
-    if metadata.get("version") not in READ:
+    if (version := metadata.get("version")) not in READ:
         raise CacheFileError(
-            f"{what} has format version {metadata.get('version')!r}, this restorekv reads {' and '.join(READ)}; "
+            f"{what} has format version '{shown(version)}', this restorekv reads {' and '.join(READ)}; "
             "compress the context again."
         )
 

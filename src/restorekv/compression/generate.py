@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 from restorekv.cache.multi_context import forked
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression import step_trials
-from restorekv.compression.sampling import Row
+from restorekv.compression.sampling import Row, refuse_not_finite
 from restorekv.errors import RestoreKVError, first_sentence, warn
 from restorekv.model.attention import proofs
 from restorekv.model.attention.naive import causal
@@ -123,6 +123,8 @@ def decode(
         if steps:
             every = steps()[:, 0].tolist()
             chosen = [every[row] for row in running]
+            if min(chosen) < 0:
+                refuse_not_finite()
         else:
             ids, chosen = chosen_ids(next_logits(model, ids, mask, positions, cache), running, rows)
         if cancelled and cancelled.is_set():
@@ -182,10 +184,27 @@ def next_logits(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positi
 def chosen_ids(logits: Tensor, running: list[int], rows: Sequence[Row] | None) -> tuple[Tensor, list[int]]:
     """Returns the next ids as a tensor (B, 1) and as numbers."""
     if rows is None:
-        ids = logits.max(-1, keepdim=True).indices  # the first of equals, as argmax, which is slower
-        return ids, ids[:, 0].tolist()
+        ids, marked = likeliest(logits)
+        return ids, finite_ids(marked)
     chosen = [rows[row].choose(own) for row, own in zip(running, logits, strict=True)]
     return torch.tensor(chosen, device=logits.device)[:, None], chosen
+
+
+def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the likeliest ids (B, 1) of logits (B, V), and the same with -1 where logits are NaN or infinite.
+
+    `max` gives the first of equals, as argmax, which is slower, and NaN if there is one. Nothing waits for a GPU.
+    """
+    best = logits.max(-1, keepdim=True)
+    return best.indices, torch.where(best.values.isfinite(), best.indices, -1)
+
+
+def finite_ids(marked: Tensor) -> list[int]:
+    """Returns the ids (B, 1) that `likeliest` marked as numbers; refuses a row without one."""
+    chosen = marked[:, 0].tolist()
+    if min(chosen) < 0:
+        refuse_not_finite()
+    return chosen
 
 
 def answer_text(tokenizer: Tokenizer, ids: Sequence[int], stops: set[int]) -> str:
@@ -223,6 +242,7 @@ class Steps:
         for layer in cache.layers:
             layer.fix(count, self.moved)
         self.ids, self.positions = ids.clone(), positions.clone()
+        self.marked = ids.clone()  # the same ids, -1 in rows whose logits name none
         self.visible = torch.nn.functional.pad(visible, (0, count), value=False)
         self.last = last_of(ids)
         self.logits = None  # (B, V) of the latest step; a replay writes to the same memory
@@ -232,13 +252,13 @@ class Steps:
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
-        """Returns the likeliest next ids (B, 1), in a tensor that the next step overwrites."""
+        """Returns the likeliest next ids (B, 1), -1 where there is none, in a tensor that the next step overwrites."""
         if self.taken and self.can_capture:
             self.replay()
         else:
             self.step()
         self.taken += 1
-        return self.ids
+        return self.marked
 
     def step(self) -> None:
         """Decodes one token of every row."""
@@ -248,7 +268,9 @@ class Steps:
             past_key_values=self.cache, use_cache=True, logits_to_keep=self.last,
         )  # fmt: skip
         self.logits = output.logits[:, -1]
-        self.ids.copy_(self.logits.max(-1, keepdim=True).indices)
+        ids, marked = likeliest(self.logits)
+        self.ids.copy_(ids)
+        self.marked.copy_(marked)
         self.positions += 1
         self.moved += 1
 

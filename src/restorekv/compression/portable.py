@@ -26,7 +26,7 @@ from restorekv import seal
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression import answers
 from restorekv.compression.chat import conversation_ids
-from restorekv.compression.context_checks import check_model, check_tensor, require
+from restorekv.compression.context_checks import check_around, check_model, check_tensor, require
 from restorekv.compression.context_file import Manifest, read_sealed, refusing
 from restorekv.errors import CacheFileError, RestoreKVError, raised_as
 from restorekv.model import support
@@ -173,7 +173,7 @@ def load_portable(path: str | Path, model: PreTrainedModel | None = None, key: b
     """Reads what `Portable.save` wrote, onto the model's device; refuses anything else, and another model."""
     with refusing(path, "export it again"):
         manifest, others, tensors = read_sealed(path, check_format, {"suffix_text": str, "vocabulary": int}, key)
-        check_contents(tensors, manifest, others["vocabulary"])
+        check_contents(tensors, manifest, others["vocabulary"], others["suffix_text"])
         none = torch.zeros(1, 0, dtype=torch.long)
         context = Context(none, 0, tensors["suffix_ids"], others["suffix_text"], manifest.between)
         stored = Portable(tensors["keys"], tensors["values"], context, manifest, others["vocabulary"])
@@ -190,7 +190,7 @@ def check_format(metadata: dict[str, str], what: str) -> None:
         raise CacheFileError(f"{what} is no portable cache of version {VERSION}; make it with restorekv export.")
 
 
-def check_contents(tensors: dict[str, Tensor], manifest: Manifest, vocabulary: int) -> None:
+def check_contents(tensors: dict[str, Tensor], manifest: Manifest, vocabulary: int, suffix_text: str) -> None:
     """Checks the tensors of a file against each other and against the manifest."""
     shape, dtype = manifest.shape, getattr(torch, manifest.dtype)
     require(set(tensors) == {"keys", "values", "ids", "suffix_ids"}, "has other tensors than a portable cache")
@@ -202,5 +202,6 @@ def check_contents(tensors: dict[str, Tensor], manifest: Manifest, vocabulary: i
     pairs = shape["layers"] * shape["heads"] * columns
     require(columns > 0 and manifest.pairs_held == pairs, f"records {manifest.pairs_held} pairs and has {pairs}")
     check_tensor(tensors, "suffix_ids", torch.int64, (1, None))
+    check_around(suffix_text, tensors["suffix_ids"])
     known = (tensors["suffix_ids"] >= 0) & (tensors["suffix_ids"] < vocabulary)
     require(bool(known.all()), "has token ids that its vocabulary lacks")

@@ -6,10 +6,11 @@ else is in the batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from typing import Any, Self, TypedDict
+from typing import Any, NoReturn, Self, TypedDict
 
 import torch
 from torch import Tensor
@@ -166,6 +167,26 @@ def taken_from(config: GenerationConfig) -> dict[str, object]:
     return options | {ours: given[theirs] for theirs, ours in renamed.items() if theirs in given}
 
 
+NOT_FINITE = (
+    "The model computes numbers that are not finite over this cache, so no answer can be chosen: its keys or values, "
+    "or the model's weights, are damaged or too large; compress the context again, or load the model in float32."
+)
+
+
+def refuse_not_finite() -> NoReturn:
+    """Raises the error for logits that are NaN or infinite, of which argmax and sampling make wrong tokens."""
+    raise RestoreKVError(NOT_FINITE)
+
+
+class FiniteLogits(LogitsProcessor):
+    """Lets transformers' `generate` refuse logits that name no token; it takes the first one or fails otherwise."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if not bool(scores.amax(-1).isfinite().all()):  # the largest of several numbers is NaN if one of them is
+            refuse_not_finite()
+        return scores
+
+
 @dataclass
 class Row:
     """Chooses the tokens of one answer. `ids` (1, length) are all that the model has read, the answer included.
@@ -190,8 +211,12 @@ class Row:
     def choose(self, logits: Tensor) -> int:
         """Returns the next id; logits (V,) are the model's."""
         logits = logits.detach().cpu().float()[None]
+        if not math.isfinite(logits.max()):
+            refuse_not_finite()
         allowed = self.constraint.allow(logits) if self.constraint else logits
         scores = self.warpers(self.ids, allowed.clone()) if self.warpers else allowed
+        if self.warpers and not math.isfinite(scores.max()):
+            raise RestoreKVError("The logits processors leave no token to choose; change or leave out processors.")
         if self.decoding.temperature:
             token = int(torch.multinomial(scores.softmax(-1)[0], 1, generator=self.random))
         else:

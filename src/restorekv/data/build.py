@@ -72,7 +72,7 @@ def build(
         "settings": asdict(config),
         "versions": folder.versions(),
     }
-    write_json(out / folder.NAME, manifest)
+    write_json(out / folder.NAME, manifest, follow=False)
     folder.clear(out)
     return manifest
 

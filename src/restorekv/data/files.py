@@ -15,8 +15,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
 
+from restorekv.bounds import ROW_ELEMENTS, TEXT_BYTES
 from restorekv.errors import RestoreKVError, first_sentence
-from restorekv.files import check_levels
+from restorekv.files import check_elements, check_levels, open_regular
 from restorekv.seal import file_digest
 
 ENDINGS = (".json", ".jsonl", ".parquet", ".txt")
@@ -110,7 +111,7 @@ def values(file: Path) -> Iterator[tuple[str, object]]:
         yield from ((f"row {number}", row) for number, row in enumerate(parquet_rows(file), 1))
         return
     try:
-        with gzip.open(file) if packed else file.open("rb") as stream:
+        with open_regular(file, str(file)) as raw, gzip.open(raw) if packed else raw as stream:
             if kind == ".txt":
                 yield "its text", {"text": plain_text(file, stream)}
             elif starts_with_an_object(file, stream) or kind == ".jsonl":
@@ -118,7 +119,7 @@ def values(file: Path) -> Iterator[tuple[str, object]]:
                     if line.strip():
                         yield f"line {number}", parse_json(file, line, number)
             else:
-                content = stream.read()
+                content = at_most(file, stream)
                 parsed = parse_json(file, content) if content.strip() else []
                 listed = parsed if isinstance(parsed, list) else [parsed]
                 yield from ((f"row {number}", value) for number, value in enumerate(listed, 1))
@@ -133,14 +134,23 @@ def starts_with_an_object(file: Path, stream: BinaryIO) -> bool:
     if b"\0" in first[:4096]:
         raise RestoreKVError(f"{file} is binary; give a file of JSON.")
     try:
+        check_elements(first, str(file), ROW_ELEMENTS)
         return not first.lstrip().startswith(b"[") and isinstance(json.loads(first), dict)
     except (ValueError, RecursionError):
         return False
 
 
+def at_most(file: Path, stream: BinaryIO) -> bytes:
+    """Returns what a stream holds, which may unfold from a small file; refuses more than TEXT_BYTES."""
+    content = stream.read(TEXT_BYTES + 1)
+    if len(content) > TEXT_BYTES:
+        raise RestoreKVError(f"{file} holds more than {TEXT_BYTES:,} bytes; split it.")
+    return content
+
+
 def plain_text(file: Path, stream: BinaryIO) -> str:
     try:
-        return io.TextIOWrapper(stream, encoding="utf-8-sig").read()
+        return at_most(file, stream).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise RestoreKVError(f"{file} is not UTF-8 text (byte {error.start}); convert it first.") from error
 
@@ -148,6 +158,7 @@ def plain_text(file: Path, stream: BinaryIO) -> str:
 def parse_json(file: Path, content: bytes, line: int = 1) -> object:
     """Parses JSON that begins on line `line` of the file."""
     try:
+        check_elements(content, str(file), ROW_ELEMENTS)
         value = json.loads(content.rstrip().decode("utf-8-sig"))
         check_levels(value)
         return value

@@ -22,7 +22,7 @@ from restorekv.data.overlap import Evaluations, words
 from restorekv.data.self_study import SelfStudy
 from restorekv.data.sources import Source
 from restorekv.errors import RestoreKVError
-from restorekv.files import has_type, parse_json, read_bytes
+from restorekv.files import has_type, open_own, parse_json, read_bytes
 from restorekv.model.load import longest
 from restorekv.model.prompt import Context, encode, make_context
 
@@ -59,7 +59,7 @@ class Attempts:
     def add(self, document: Document, attempts: list[dict]) -> None:
         """Appends a line; it is on disk when this returns."""
         line = json.dumps({"context": mark(document), "attempts": attempts}, ensure_ascii=False) + "\n"
-        with self.path.open("ab") as file:
+        with open_own(self.path) as file:
             file.write(line.encode())
             file.flush()
             os.fsync(file.fileno())

@@ -170,7 +170,7 @@ def begin(out: Path, before: dict | None, record: dict) -> None:
     """
     check_same(out, before, {key: value for key, value in record.items() if key != "sources"})
     (out / PARTS).mkdir(parents=True, exist_ok=True)
-    write_json(out / RECORD, record)
+    write_json(out / RECORD, record, follow=False)
 
 
 def discard(out: Path) -> None:

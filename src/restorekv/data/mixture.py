@@ -53,7 +53,7 @@ def write_examples(path: Path, rows: list[dict]) -> None:
     kinds = {**dict.fromkeys(TEXTS, arrow.string()), **dict.fromkeys(NUMBERS, arrow.int32())}
     schema = arrow.schema({**kinds, "answer_ids": arrow.list_(arrow.int32())})
     table = arrow.Table.from_pylist(rows, schema=schema)
-    with replacing(path) as temporary:
+    with replacing(path, follow=False) as temporary:
         parquet.write_table(
             table, temporary, compression="zstd", use_dictionary=list(TEXTS), dictionary_pagesize_limit=PAGE
         )

@@ -20,6 +20,7 @@ are data_dir "4096"; generated ones are "4096-generated". Cells of other protoco
 """
 
 import csv
+import io
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ from restorekv import tasks
 from restorekv.compression.budget import exact_ratio
 from restorekv.evaluation.grid import FULL, Cell, grouped
 from restorekv.evaluation.results import Result, load
-from restorekv.files import replacing, sweep, write_json
+from restorekv.files import read_json, replacing, sweep, write_json
 from restorekv.tasks.longbench import LongBench
 from restorekv.tasks.ruler.benchmark import HUB as RULER_ROWS
 from restorekv.tasks.ruler.benchmark import Ruler
@@ -99,7 +100,7 @@ def write(folder: Path, result: Result, part: Part) -> Path:
         return path
     path.mkdir(parents=True, exist_ok=True)
     (path / CONFIG).unlink(missing_ok=True)  # written last: a folder without it is not finished
-    write_json(path / OURS, own)
+    write_json(path / OURS, own, follow=False)
     write_kvpress_files(path, part, config)
     return path
 
@@ -109,12 +110,14 @@ def write_kvpress_files(path: Path, part: Part, config: Mapping) -> None:
     if part.dataset == "longbench":
         known["references"] = "answers"
     rows = [[answer[key] for key in known] + [config["compression_ratio"]] for answer in part.answers]
-    with replacing(path / "predictions.csv") as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
-        table = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")
-        table.writerows([[*known.values(), "compression_ratio"], *rows])
-    with replacing(path / "metrics.json") as temporary:
+    predictions = io.StringIO(newline="")
+    table = csv.writer(predictions, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")
+    table.writerows([[*known.values(), "compression_ratio"], *rows])
+    with replacing(path / "predictions.csv", follow=False) as temporary:
+        temporary.write_text(predictions.getvalue(), encoding="utf-8", newline="")
+    with replacing(path / "metrics.json", follow=False) as temporary:
         temporary.write_text(json.dumps(part.metrics, indent=4), encoding="utf-8")
-    with replacing(path / CONFIG) as temporary:
+    with replacing(path / CONFIG, follow=False) as temporary:
         temporary.write_text(yaml.dump(config, sort_keys=False), encoding="utf-8")
 
 
@@ -186,7 +189,8 @@ def free_folder(path: Path, cell: Cell) -> Path:
 
 def read_own(path: Path) -> dict:
     """Returns what a folder's restorekv.json holds; {} for a folder that kvpress wrote."""
-    return json.loads((path / OURS).read_text(encoding="utf-8")) if (path / OURS).exists() else {}
+    found = read_json(path / OURS, str(path / OURS)) if (path / OURS).exists() else {}
+    return found if isinstance(found, dict) else {}
 
 
 def safe(text: str) -> str:

@@ -22,7 +22,7 @@ from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import RestoreKVError, first_sentence
 from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.stats import Answer
-from restorekv.files import has_type, parse_json, read_bytes, write_json
+from restorekv.files import has_type, open_own, parse_json, read_bytes, write_json
 from restorekv.model.load import model_fingerprint, model_name, rope_fingerprint
 from restorekv.model.shape import CacheShape
 
@@ -127,7 +127,7 @@ def require(path: Path, value: object, hints: dict[str, Any]) -> None:
 
 def append_line(path: Path, line: dict) -> None:
     """Adds one line of JSON at the end of the file; it is on the disk before this returns."""
-    with path.open("ab+") as file:
+    with open_own(path) as file:
         end = file.seek(0, os.SEEK_END)
         if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
             file.seek(0)
@@ -146,7 +146,7 @@ def opened(folder: Path, cell: Cell, facts: dict) -> Result:
             raise RestoreKVError(f"{path} was made with {changes}; choose another folder or remove this one.")
         return result
     path.mkdir(parents=True, exist_ok=True)
-    write_json(path / CELL, {"cell": cell.to_dict(), "facts": facts})
+    write_json(path / CELL, {"cell": cell.to_dict(), "facts": facts}, follow=False)
     return Result(path, cell, facts)
 
 

@@ -148,7 +148,7 @@ def run_jobs(todo: Sequence[Job], folder: Path, pool: WorkerPool, on_progress: O
             on_progress(Progress(job.title, turn, len(todo), done, len(samples)))
         for result in results.values():
             if not result.done:
-                write_json(result.folder / SUMMARY, summary(result))
+                write_json(result.folder / SUMMARY, summary(result), follow=False)
         finished |= results
     return finished
 

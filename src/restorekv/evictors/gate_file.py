@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from restorekv import files
+from restorekv.bounds import LARGEST_NUMBER
 from restorekv.errors import GateError, raised_as, shown
 from restorekv.files import has_type, replacing
 from restorekv.model import base_weights
@@ -93,7 +94,7 @@ def read(path: Path) -> Gate:
     header, tensors = opened(path)
     try:
         intact = digest(tensors, header["card"]) == header["sha256"]
-        card = GateCard(**files.parse_json(header["card"], "The card")) if intact else None
+        card = GateCard(**files.parse_record(header["card"], "The card")) if intact else None
     except (KeyError, TypeError, ValueError):
         card = None
     if card is None:
@@ -119,10 +120,12 @@ def opened(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
 
 
 def check_numbers(name: object, tensors: Mapping[str, Tensor]) -> None:
-    """Refuses parameters that are no finite numbers of a kind that gates have."""
+    """Refuses parameters that are no finite numbers of a kind and size that gates have."""
     for parameter, tensor in tensors.items():
         if tensor.dtype not in DTYPES or not torch.isfinite(tensor).all():
             raise GateError(f"The gate {name} has numbers that are not finite ({shown(parameter)}); {MAKE}.")
+        if tensor.numel() and float(tensor.abs().max()) > LARGEST_NUMBER:
+            raise GateError(f"The gate {name} has numbers beyond {LARGEST_NUMBER:,.0f} ({shown(parameter)}); {MAKE}.")
 
 
 def split(name: object, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:

@@ -8,6 +8,7 @@ KVzap       nvidia/KVzap-linear-<model>, nvidia/KVzap-mlp-<model>: config.json a
 """
 
 import io
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +62,7 @@ def read_pickle(path: Path) -> Layers:
     try:
         with torch.serialization.safe_globals(arrays):
             raw = io.BytesIO(files.read_bytes(path, str(path), PICKLE_LIMIT))
+            check_archive(raw)
             layers = torch.load(raw, map_location="cpu", weights_only=True)["module"]
         plain = all(isinstance(tensor, Tensor) for layer in layers for tensor in layer.values())
     except Exception as error:  # damaged pickles and those with code raise many kinds
@@ -72,10 +74,20 @@ def read_pickle(path: Path) -> Layers:
     return [dict(layer) for layer in layers]
 
 
+def check_archive(raw: io.BytesIO) -> None:
+    """Refuses an archive, which a file of torch.save is, that unfolds to much more than it has bytes."""
+    if zipfile.is_zipfile(raw):
+        with zipfile.ZipFile(raw) as archive:
+            unfolded = sum(entry.file_size for entry in archive.infolist())
+        if unfolded > PICKLE_LIMIT:
+            raise GateError(f"it unfolds to {unfolded:,} bytes")
+    raw.seek(0)
+
+
 def read_folder(folder: Path) -> tuple[str, Layers]:
     """Reads a KVzap gate, which is linear if its config has no hidden_dim."""
     try:
-        config = files.read_json(folder / "config.json", f"{folder / 'config.json'}")
+        config = files.read_record(folder / "config.json", f"{folder / 'config.json'}")
         kind = "kvzap-linear" if config.get("hidden_dim") is None else "kvzap-mlp"
         known = config.get("model_type") == "kvzap"
         tensors: dict[str, Tensor] = {}

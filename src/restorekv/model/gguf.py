@@ -8,30 +8,32 @@ import io
 import json
 import os
 import shutil
+import stat
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, logging
 
-from restorekv.errors import ModelError, first_sentence, warn
-from restorekv.files import HOST, cache_folder, locked, sweep
-from restorekv.model import gguf_tokenizer
+from restorekv.errors import ModelError, first_sentence, raised_as, warn
+from restorekv.files import HOST, cache_folder, locked, read_record, regular, sweep
+from restorekv.model import gguf_header, gguf_tokenizer
+from restorekv.model.model_folder import ADAPTER, NO_CODE, adapter_in
 from restorekv.seal import file_digest
 
 MAGIC = b"GGUF"
 MARKER, VERSION = "gguf.json", 1
+OTHERS = stat.S_IWGRP | stat.S_IWOTH  # permissions of a file that others can change
 SMALL = 2**24  # bytes; of larger files in the cache only the size is checked
 NEWER = hasattr(transformers, "GgufConfig")  # versions that may keep weights packed by default
 UNPACKED = {"quantization_config": transformers.GgufConfig(dequantize=True)} if NEWER else {}
@@ -52,8 +54,8 @@ class Header:
 
 def find(name: str) -> Path | None:
     """Returns the GGUF file that `name` is or that the folder `name` holds; None for other models."""
-    if os.path.isfile(name):
-        with opened(Path(name)) as file:
+    if os.path.exists(name) and not os.path.isdir(name):
+        with raised_as(ModelError), regular(Path(name), name) as (file, _):
             if file.read(len(MAGIC)) != MAGIC:
                 raise ModelError(f"{name} is a file but not a GGUF file; give a model folder, a GGUF file or a hub id.")
         return Path(name)
@@ -68,14 +70,6 @@ def find(name: str) -> Path | None:
     return None
 
 
-def opened(file: Path) -> BinaryIO:
-    """Opens a file to read its bytes."""
-    try:
-        return file.open("rb")
-    except OSError as error:
-        raise ModelError(f"Cannot read {file} ({error.strerror}); check its permissions.") from error
-
-
 def installed(package: str) -> Path | None:
     """Returns the GGUF file in a package's folder without importing the package."""
     spec = find_spec(package)
@@ -85,11 +79,13 @@ def installed(package: str) -> Path | None:
 
 def prepared(file: Path, name: str) -> Path:
     """Returns the transformers folder made from a GGUF file, now or before; messages call the model `name`."""
-    key = f"{file_digest(file)[:16]}-{VERSION}"
+    with raised_as(ModelError):
+        key = f"{file_digest(file)[:16]}-{VERSION}"
     root = cache_folder()
-    if root is not None and marker_of(root / key):
+    if root is not None and is_private(root) and marker_of(root / key):
         return root / key
-    folder = (root if root is not None and writable(root) else Path(temporary(root).name)) / key
+    problem = problem_of(root)
+    folder = (Path(temporary(problem).name) if problem else root) / key
     try:
         with alone(folder):
             if not marker_of(folder):
@@ -104,25 +100,48 @@ def prepared(file: Path, name: str) -> Path:
 
 def description(folder: Path) -> str:
     """Returns the quantization of the GGUF file that a folder was made from, such as "GGUF Q4_1"."""
-    return json.loads((folder / MARKER).read_text(encoding="utf-8"))["weights"]
+    return read_record(folder / MARKER, str(folder / MARKER))["weights"]
 
 
-def writable(root: Path) -> bool:
-    """Returns whether files can be created there."""
+def problem_of(root: Path | None) -> str | None:
+    """Returns why models cannot be kept in a folder, which is made if there is none; None for a good one."""
+    if root is None:
+        return "There is no home folder"
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if "RESTOREKV_CACHE" not in os.environ and own(root.stat()):
+            root.chmod(root.stat().st_mode & ~OTHERS)  # earlier versions made it as the umask says
         with tempfile.TemporaryFile(dir=root):
-            return True
+            return None if is_private(root) else f"Others can change the cache folder {root}"
+    except OSError:
+        return f"The cache folder {root} cannot be written"
+
+
+def is_private(root: Path) -> bool:
+    """Returns whether nobody else can replace what this user keeps in a folder."""
+    try:
+        status = root.stat()
     except OSError:
         return False
+    return own(status) and (not status.st_mode & OTHERS or bool(status.st_mode & stat.S_ISVTX) or os.name != "posix")
+
+
+def own(status: os.stat_result) -> bool:
+    """Returns whether a file belongs to this user or to the system's administrator."""
+    return not hasattr(os, "geteuid") or status.st_uid in (0, os.geteuid())
+
+
+def trusted(path: Path, kind: Callable[[int], bool] = stat.S_ISREG) -> bool:
+    """Returns whether nobody but this user and the administrator can have written a file, which is no link."""
+    status = path.lstat()
+    return kind(status.st_mode) and own(status) and not (os.name == "posix" and status.st_mode & OTHERS)
 
 
 @cache
-def temporary(root: Path | None) -> tempfile.TemporaryDirectory:
+def temporary(problem: str) -> tempfile.TemporaryDirectory:
     """Makes a folder that is removed when the process ends, and warns that nothing will be kept."""
-    reason = "There is no home folder" if root is None else f"The cache folder {root} cannot be written"
-    effect = "the model is prepared again in every process; set RESTOREKV_CACHE to a folder that can be written"
-    warn(f"{reason}, so {effect}.")
+    effect = "the model is prepared again in every process; set RESTOREKV_CACHE to a folder of your own"
+    warn(f"{problem}, so {effect}.")
     return tempfile.TemporaryDirectory(prefix="restorekv-")
 
 
@@ -138,14 +157,20 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def marker_of(folder: Path) -> dict | None:
-    """Returns the marker of a folder if every file that it lists has the right size and, unless large, contents."""
+    """Returns the marker of a folder that is whole and that nobody else can have written.
+
+    Every file that the marker lists has the right size and, unless it is large, contents.
+    """
     try:
-        marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
-        sound = marker["version"] == VERSION and all(
-            (folder / name).stat().st_size == size and (size > SMALL or file_digest(folder / name) == expected)
-            for name, (size, expected) in marker["files"].items()
-        )
-    except (OSError, ValueError, KeyError, TypeError):
+        if not (trusted(folder, stat.S_ISDIR) and trusted(folder / MARKER)):
+            return None
+        marker = read_record(folder / MARKER, str(folder / MARKER))
+        sound = marker["version"] == VERSION
+        for name, (size, expected) in marker["files"].items() if sound else ():
+            path = folder / name
+            sound = sound and Path(name).name == name and trusted(path) and path.stat().st_size == size
+            sound = sound and (size > SMALL or file_digest(path) == expected)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return marker if sound else None
 
@@ -163,8 +188,10 @@ def make(file: Path, name: str, folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=prefix) as parent:
         fresh = Path(parent) / "model"
         convert(file, header, fresh)
-        if folder.exists() and not marker_of(folder):
-            shutil.rmtree(folder)
+        for path in (fresh, *fresh.iterdir()):
+            path.chmod(path.stat().st_mode & ~OTHERS)
+        if os.path.lexists(folder) and not marker_of(folder):
+            remove(folder)
         try:
             fresh.rename(folder)
         except OSError:  # on a disk without locks, another process was first
@@ -172,10 +199,22 @@ def make(file: Path, name: str, folder: Path) -> None:
                 raise
 
 
+def remove(place: Path) -> None:
+    """Removes what is not a prepared model; of a link, the link alone."""
+    if stat.S_ISDIR(place.lstat().st_mode):
+        shutil.rmtree(place)
+    else:
+        place.unlink()
+
+
 def read(file: Path) -> Header:
     """Reads the header; refuses damaged files and those that transformers would read incorrectly."""
     from gguf import GGUFReader
 
+    with raised_as(ModelError):
+        gguf_header.check(file)
+    if (file.parent / ADAPTER).exists():  # transformers would load the model that it names
+        raise ModelError(adapter_in(str(file.parent)))
     try:
         reader = GGUFReader(file)
         fields = {key: field.contents() for key, field in reader.fields.items()}
@@ -197,7 +236,8 @@ def convert(file: Path, header: Header, folder: Path) -> None:
     longest = header.of_model("context_length") or 2048
     try:
         tokenizer = gguf_tokenizer.build(header.fields, int(longest))
-        source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, "local_files_only": True}
+        source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, "local_files_only": True,
+                  **NO_CODE}  # fmt: skip
         with hushed():
             config = AutoConfig.from_pretrained(**source)
             if hasattr(config, "head_dim"):  # for Qwen3, transformers takes its own default

@@ -21,7 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.errors import ModelError, RestoreKVError, first_sentence, one_of
-from restorekv.model import attention, gguf, support
+from restorekv.model import attention, gguf, model_folder, support
+from restorekv.model.model_folder import NO_CODE, NO_PICKLES
 from restorekv.model.shape import CacheShape
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -49,6 +50,13 @@ class Source:
     def is_local(self) -> bool:
         """Returns whether to leave out the hub, whose client retries for most of a minute without a network."""
         return Path(self.path).is_dir() or not reachable()
+
+    def check(self, weights: bool = True) -> None:
+        """Refuses what transformers must not read; without `weights`, only its tokenizer is needed."""
+        if Path(self.path).is_dir():
+            model_folder.check(Path(self.path), weights)
+        elif weights:
+            model_folder.check_hub(self.path, not reachable())
 
 
 def bundled_path(*parts: str) -> Path:
@@ -78,13 +86,14 @@ def load_model(
     device = usable_device(device)
     source = model_source(name)
     try:
-        local = {"local_files_only": source.is_local()}
+        local = {"local_files_only": source.is_local(), **NO_CODE}
+        source.check()
         tokenizer = AutoTokenizer.from_pretrained(source.path, **local)
         config = AutoConfig.from_pretrained(source.path, **local)
         if rope is not None:
             stretch(config, rope)
         model = AutoModelForCausalLM.from_pretrained(
-            source.path, config=config, dtype=dtype, attn_implementation=attention.NAME, **local
+            source.path, config=config, dtype=dtype, attn_implementation=attention.NAME, **local, **NO_PICKLES
         )
     except RestoreKVError:
         raise
@@ -121,7 +130,10 @@ def load_tokenizer(name: str = BUNDLED, offline: bool = False) -> Tokenizer:
     """Loads the tokenizer alone; `offline` searches only this machine."""
     source = model_source(name, offline)
     try:
-        return AutoTokenizer.from_pretrained(source.path, local_files_only=offline or source.is_local())
+        source.check(weights=False)
+        return AutoTokenizer.from_pretrained(source.path, local_files_only=offline or source.is_local(), **NO_CODE)
+    except RestoreKVError:
+        raise
     except Exception as error:
         raise unloadable(name, error) from error
 
@@ -129,6 +141,15 @@ def load_tokenizer(name: str = BUNDLED, offline: bool = False) -> Tokenizer:
 def canonical(name: str) -> str:
     """Returns the one name that records use for a model."""
     return {TINY: BUNDLED, SMOLLM2_ID: SMOLLM2}.get(name, name)
+
+
+def shipped_name(name: str) -> str | None:
+    """Returns the name of a model that this package names itself, None for any other.
+
+    A file may name its model, but it may not choose what is opened or downloaded: a folder's config can name code, and
+    a hub id anybody's weights. So what a file says is compared with the names that are known, and no more.
+    """
+    return canonical(name) if canonical(name) in SHIPPING else None
 
 
 def model_name(model: PreTrainedModel) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv.bounds import AROUND_LETTERS, AROUND_TOKENS
 from restorekv.errors import RestoreKVError, one_of, warn
 from restorekv.model.load import longest
 from restorekv.model.support import refuse_beyond, support_of
@@ -79,7 +80,13 @@ def make_context(
         ids = torch.cat([prefix, token_ids(tokenizer, text)], -1)
     if ids.shape[-1] <= prefix.shape[-1]:
         raise RestoreKVError("The context has no tokens besides the chat template; give a longer text.")
-    return Context(ids, prefix.shape[-1], encode(tokenizer, after=after), after, between)
+    suffix = encode(tokenizer, after=after)
+    if max(len(after), len(between)) > AROUND_LETTERS or suffix.shape[-1] > AROUND_TOKENS:
+        raise RestoreKVError(
+            f"The chat template puts {len(between):,} and {len(after):,} characters around every question, and files "
+            f"hold {AROUND_LETTERS:,} and {AROUND_TOKENS:,} tokens; use a shorter template."
+        )
+    return Context(ids, prefix.shape[-1], suffix, after, between)
 
 
 def system_text(system: object) -> str:

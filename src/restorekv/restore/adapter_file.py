@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from restorekv import files
+from restorekv.bounds import LARGEST_NUMBER
 from restorekv.errors import AdapterError, first_sentence, raised_as
 from restorekv.files import has_type
 from restorekv.restore.lora import config_of
@@ -202,7 +203,7 @@ def read(folder: Path) -> Stored:
 
 def read_config(folder: Path, raw: bytes, lora: dict[str, Tensor]) -> LoraConfig:
     """Returns the LoRA config; refuses other kinds of adapter and one that the tensors contradict."""
-    entries = files.parse_json(raw, str(folder / CONFIG))
+    entries = files.parse_record(raw, str(folder / CONFIG))
     kind = entries.get("peft_type") if isinstance(entries, dict) else None
     if kind != "LORA":
         raise AdapterError(f"{folder} holds a {str(kind)[:40]!r} adapter; a restore adapter is a LORA one.")
@@ -219,7 +220,7 @@ def read_card(folder: Path, raw: dict[str, bytes]) -> Card | None:
     if not os.path.lexists(path):
         check_signed(KIND, "", None, folder)
         return None
-    entries = files.read_json(path, str(path))
+    entries = files.read_record(path, str(path))
     try:
         signature, sealed = entries.get(SIGNATURE), card_sum(entries)
         if entries.get(SUM, sealed) != sealed:
@@ -249,6 +250,8 @@ def tensors(raw: bytes, path: Path) -> dict[str, Tensor]:
         raise AdapterError(f"{path} holds numbers of another kind than an adapter's; use another adapter.")
     if not all(torch.isfinite(tensor).all() for tensor in loaded.values()):
         raise AdapterError(f"{path} holds numbers that are not finite; use another adapter.")
+    if any(tensor.numel() and float(tensor.abs().max()) > LARGEST_NUMBER for tensor in loaded.values()):
+        raise AdapterError(f"{path} holds numbers beyond {LARGEST_NUMBER:,.0f}; use another adapter.")
     return loaded
 
 

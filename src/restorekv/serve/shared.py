@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -72,7 +73,7 @@ class Shared:
         return f"{self.root}/{sha256}/{key}.rkv"
 
     def temporary(self, name: str) -> str:
-        return f"{self.root}/tmp/{time.time_ns()}-{HOST}-{os.getpid()}-{next(NUMBERS)}-{name}"
+        return f"{self.root}/tmp/{time.time_ns()}-{HOST}-{os.getpid()}-{next(NUMBERS)}-{secrets.token_hex(8)}-{name}"
 
     def prepare(self, path: str) -> None:
         """Makes the folder of a file, where there are folders."""
@@ -121,7 +122,7 @@ class Shared:
             about = self.files.info(place)
             if about["type"] != "file" or about["size"] > most:
                 return False
-            with replacing(path) as temporary:
+            with replacing(path, follow=False) as temporary:
                 self.files.get_file(place, str(temporary))
         except FileNotFoundError:
             return False

@@ -20,7 +20,7 @@ from pathlib import Path, PurePath
 from typing import BinaryIO
 
 from restorekv.errors import RestoreKVError
-from restorekv.files import replacing
+from restorekv.files import check_not_link, replacing
 from restorekv.serve.documents import KINDS
 from restorekv.serve.shared import Shared
 
@@ -67,6 +67,8 @@ class Store:
             raise RestoreKVError(f"The store {folder} has files and no index; move the whole folder away.")
         for name in ("files", "caches", "damaged"):
             (folder / name).mkdir(parents=True, exist_ok=True)
+        for ending in ("", "-wal", "-shm"):
+            check_not_link(folder / f"index.sqlite{ending}")
         try:
             self.rows = sqlite3.connect(folder / "index.sqlite", check_same_thread=False, isolation_level=None)
             self.rows.execute("pragma journal_mode = wal")
@@ -108,7 +110,7 @@ class Store:
         """
         own, created, size = f"file-{secrets.token_hex(12)}", int(time.time()), 0
         digest = hashlib.sha256(({".rkv": "rkv"} | KINDS).get(PurePath(name).suffix.lower(), "").encode())
-        with replacing(self.file(own)) as temporary, temporary.open("wb") as file:
+        with replacing(self.file(own), follow=False) as temporary, temporary.open("wb") as file:
             while piece := content.read(PIECE):
                 digest.update(piece)
                 size += file.write(piece)

@@ -62,6 +62,7 @@ class Inside:
 
     def __init__(self, model: str, dtype: str, store: Path, fingerprint: str, options: Mapping[str, Any]) -> None:
         own = {"structured_outputs_config": {"backend": "guidance"}, "enable_log_requests": False}
+        own["trust_remote_code"] = False
         self.options = {**own, "model": model, "dtype": dtype, **options}
         self.store, self.fingerprint = store, fingerprint
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
+from restorekv.bounds import TEXT_BYTES
 from restorekv.errors import RestoreKVError
+from restorekv.files import read_bytes
 from restorekv.model.tokenize import text_ids
 from restorekv.tasks import prose
 from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer, apart
@@ -82,8 +84,8 @@ class Needle(Benchmark):
 def essays(folder: Path) -> list[str]:
     """Returns the texts of a folder in the order of their file names."""
     try:
-        texts = [file.read_text(encoding="utf-8-sig") for file in sorted(folder.glob("*.txt"))]
-    except (OSError, UnicodeDecodeError) as error:
+        texts = [read_bytes(file, str(file), TEXT_BYTES).decode("utf-8-sig") for file in sorted(folder.glob("*.txt"))]
+    except UnicodeDecodeError as error:
         raise RestoreKVError(f"A file of {folder} is not UTF-8 text ({error}); convert or remove it.") from error
     if not "".join(texts).strip():
         raise RestoreKVError(f"{folder} has no .txt file with text; give a folder of essays as path=FOLDER.")

@@ -15,8 +15,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.errors import RestoreKVError, first_sentence, shown, warn
-from restorekv.files import check_target, parse_json, read_bytes, replacing
+from restorekv.errors import RestoreKVError, first_sentence, shown, warn, writing
+from restorekv.files import check_target, parse_record, read_bytes, replacing
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train import tensor_file
 from restorekv.train.config import TrainConfig
@@ -67,7 +67,8 @@ def check_place(folder: Path) -> None:
 def begin(folder: Path) -> None:
     """Starts the log of a new run."""
     check_folders(folder)
-    (folder / LOG).write_text(HEADER)
+    with writing(folder / LOG), replacing(folder / LOG, follow=False) as temporary:
+        temporary.write_text(HEADER)
 
 
 def origin(
@@ -113,9 +114,9 @@ def restart(folder: Path, run: Run) -> int:
     metadata, tensors = tensor_file.read(path, what, FIX)
     try:
         saved, step = TrainConfig.parse(metadata["config"]), int(metadata["step"][:20])
-        source = parse_json(metadata["origin"], what)
+        source = parse_record(metadata["origin"], what)
         asdict(saved) | source
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RestoreKVError(f"{what} is damaged ({first_sentence(error)}); {FIX}.") from error
     saved = replace(saved, keep=run.config.keep, checkpoint_every=run.config.checkpoint_every)
     before, now = asdict(saved) | source, asdict(run.config) | run.origin
@@ -160,7 +161,7 @@ def trim(folder: Path, step: int) -> None:
     rows = [line for line in lines if (row := ROW.fullmatch(line)) and int(row[1]) < step]
     if len(rows) < step:
         warn(f"The log {path} lacks {step - len(rows)} of the {step} steps done; the run goes on without these lines.")
-    with replacing(path) as temporary:
+    with replacing(path, follow=False) as temporary:
         temporary.write_text("".join([HEADER, *(f"{row}\n" for row in rows)]))
 
 

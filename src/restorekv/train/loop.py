@@ -7,6 +7,7 @@ at position T, the student's at T + n.
 """
 
 import csv
+import io
 import json
 import math
 import time
@@ -22,7 +23,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.compression.prepared import ScoredContext
 from restorekv.errors import AdapterError, RestoreKVError
-from restorekv.files import alone
+from restorekv.files import alone, open_own
 from restorekv.model.prompt import default_between, encode
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train import checkpoint
@@ -230,7 +231,8 @@ def step_log(folder: Path, start: int, rank: int) -> Iterator[Callable[[int, flo
     if rank:
         yield lambda step, loss, lr, seconds: None
         return
-    with (folder / checkpoint.LOG).open("a", newline="") as file, SummaryWriter(str(folder), purge_step=start) as board:
+    with open_own(folder / checkpoint.LOG) as raw, SummaryWriter(str(folder), purge_step=start) as board:
+        file = io.TextIOWrapper(raw, newline="", write_through=True)
 
         def write(step: int, loss: float, lr: float, seconds: float) -> None:
             csv.writer(file).writerow([step, f"{loss:.9g}", f"{lr:.9g}", f"{seconds:.3f}"])

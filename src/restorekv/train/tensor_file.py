@@ -25,7 +25,7 @@ def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> N
     sha256 = checksum(tensors, metadata)
     seals = {SUM: sha256, **signed_with_key(KIND, sha256)}
     try:
-        with replacing(path) as temporary:
+        with replacing(path, follow=False) as temporary:
             safetensors.torch.save_file(tensors, temporary, {**metadata, **seals})
     except (OSError, SafetensorError) as error:
         why = f"Cannot write {path} ({first_sentence(error)})"

@@ -76,7 +76,7 @@ class Journal:
         write_json(path, {
             "analysis": self.what, "label": self.label, "conventions": self.settings, "definitions": module.DEFINITIONS,
             "documents": len(lines), "questions": sum(questions), "figures": figures,
-        })  # fmt: skip
+        }, follow=False)  # fmt: skip
         return path
 
 

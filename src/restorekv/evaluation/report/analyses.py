@@ -1,6 +1,5 @@
 """What analyses found: attention by layer, distances from the full cache, survivors, what restore tokens attend to."""
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from restorekv.evaluation.report.page import Block, Details, Points, Section
 from restorekv.evaluation.results import flat
 from restorekv.evaluation.survivors import heads_panel, layers_panel, positions_panel
 from restorekv.evaluation.tables import ABSENT, Table, TableCell, between, number, percent, slug
+from restorekv.files import read_json
 
 FOLDER = "analysis"
 BASE = Mark("base alone", charts.VERMILION, "o", dashed=True, hollow=True)
@@ -42,7 +42,7 @@ def read(folder: Path) -> list[Analysis]:
     analyses = []
     for path in sorted(folder.glob("*.json")):
         try:
-            file = json.loads(path.read_text(encoding="utf-8"))
+            file = read_json(path, str(path))
             analyses.append(
                 {**file, "name": slug(path.stem), "conventions": file["conventions"], "label": file["label"]}
             )

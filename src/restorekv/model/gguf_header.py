@@ -1,0 +1,190 @@
+"""Whether the header of a GGUF file can be true, before a parser believes what it counts.
+
+Layout: magic, version, number of tensors, number of fields; the fields, each with a key, a type and a value; of every
+tensor its name, dimensions, type and offset; then, aligned, the tensors. A count costs a stranger 8 bytes, and parsers
+make room for whatever it says. Here every count is compared with the bytes that are left, and nothing is kept but what
+later checks need.
+"""
+
+import math
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+from restorekv.bounds import LAYERS, WIDTH
+from restorekv.errors import ModelError, RestoreKVError
+from restorekv.files import regular
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+FIELDS, TENSORS = 10_000, 1 << 16  # of files with all layers of the largest models: some 60 and some 2,000
+KEY_BYTES, TEXT_BYTES = 1 << 16, 1 << 20
+LISTED = 4096  # elements of an array outside of the tokenizer, such as a number for each layer
+WORDS, ELEMENTS = 1 << 20, 1 << 21  # of an array of the tokenizer, and of all arrays; Gemma has 514,906 and 1.3 million
+DIMENSIONS = 4
+TEXT, ARRAY = 8, 9  # types of values; the others have these letters in `struct`
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+# Fields that say how large a model is; none of its weights has a dimension that is smaller than one of them.
+SIZES = (
+    "embedding_length", "feed_forward_length", "attention.head_count", "attention.head_count_kv",
+    "attention.key_length", "attention.value_length", "expert_count", "expert_feed_forward_length", "vocab_size",
+)  # fmt: skip
+Dimensions = tuple[int, ...]
+
+
+class Cursor:
+    """Reads a file from its start and never beyond its end; raises ValueError."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self.file = file
+        self.left = size
+        self.order = "<"
+
+    def take(self, count: int) -> bytes:
+        """Returns the next `count` bytes."""
+        self.claim(count)
+        raw = self.file.read(count)
+        if len(raw) != count:
+            raise ValueError("it is cut short")
+        return raw
+
+    def skip(self, count: int) -> None:
+        self.claim(count)
+        self.file.seek(count, 1)
+
+    def claim(self, count: int) -> None:
+        """Counts bytes as read; refuses more than are left."""
+        if count > self.left:
+            raise ValueError("it is cut short, or one of its counts is wrong")
+        self.left -= count
+
+    def number(self, letter: str) -> int | float | bool:
+        layout = struct.Struct(self.order + letter)
+        return layout.unpack(self.take(layout.size))[0]
+
+    def count(self, what: str, most: int) -> int:
+        """Returns a number of things."""
+        found = int(self.number("Q"))
+        if found > most:
+            raise ValueError(f"it counts {found:,} {what}, and such files have at most {most:,}")
+        return found
+
+    def text(self, most: int = TEXT_BYTES) -> bytes:
+        return self.take(self.count("bytes in a text", min(most, self.left)))
+
+    def skip_text(self) -> None:
+        self.skip(self.count("bytes in a text", min(TEXT_BYTES, self.left)))
+
+
+def check(path: Path) -> None:
+    """Refuses a GGUF file whose header does not fit the file, or describes a model that it does not hold."""
+    with regular(path, f"The GGUF file {path}") as (file, size):
+        cursor = Cursor(file, size)
+        try:
+            if cursor.take(len(MAGIC)) != MAGIC:
+                raise ValueError("it does not begin with GGUF")
+            version = int(cursor.number("I"))
+            if version & 0xFFFF == 0:  # written on a machine with the other order of bytes
+                cursor.order = ">"
+                version = int.from_bytes(version.to_bytes(4, "little"), "big")
+            if version not in VERSIONS:
+                raise ValueError(f"it has version {version}, and known are {' and '.join(map(str, VERSIONS))}")
+            tensors = cursor.count("tensors", min(TENSORS, cursor.left))
+            fields = cursor.count("fields", min(FIELDS, cursor.left))
+            known = read_fields(cursor, fields)
+            shapes = read_tensors(cursor, tensors, size, known)
+            check_sizes(known, shapes)
+        except ValueError as error:
+            if isinstance(error, RestoreKVError):
+                raise
+            raise ModelError(f"The GGUF file {path} is damaged ({error}); fetch it again.") from error
+
+
+def read_fields(cursor: Cursor, count: int) -> dict[str, object]:
+    """Returns the fields that are numbers or short texts, and the lengths of arrays as `KEY[]`."""
+    known: dict[str, object] = {}
+    elements = 0
+    for _ in range(count):
+        key = cursor.text(KEY_BYTES).decode("utf-8", "replace")
+        if key in known or f"{key}[]" in known:
+            raise ValueError("a field is in it twice")
+        kind = int(cursor.number("I"))
+        if kind == TEXT:
+            known[key] = cursor.text()[:KEY_BYTES].decode("utf-8", "replace")
+        elif kind == ARRAY:
+            known[f"{key}[]"] = length = skip_array(cursor, WORDS if key.startswith("tokenizer.") else LISTED)
+            elements += length
+            if elements > ELEMENTS:
+                raise ValueError(f"its arrays have more than {ELEMENTS:,} elements")
+        elif kind in SCALARS:
+            known[key] = cursor.number(SCALARS[kind])
+        else:
+            raise ValueError(f"it has a field of the unknown type {kind}")
+    return known
+
+
+def skip_array(cursor: Cursor, most: int) -> int:
+    """Returns the number of an array's elements and goes to its end."""
+    kind = int(cursor.number("I"))
+    length = cursor.count("elements in an array", most)
+    if kind == TEXT:
+        for _ in range(length):
+            cursor.skip_text()
+    elif kind in SCALARS:
+        cursor.skip(length * struct.calcsize("=" + SCALARS[kind]))
+    else:
+        raise ValueError(f"it has an array of the type {kind}")
+    return length
+
+
+def read_tensors(cursor: Cursor, count: int, size: int, known: Mapping[str, object]) -> dict[str, Dimensions]:
+    """Returns the dimensions of the tensors by their names; refuses tensors that the file has no room for."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    shapes: dict[str, Dimensions] = {}
+    ends = []
+    total = 0
+    for _ in range(count):
+        name = cursor.text(KEY_BYTES).decode("utf-8", "replace")
+        rank = int(cursor.number("I"))
+        if not 1 <= rank <= DIMENSIONS or name in shapes:
+            raise ValueError("a tensor is in it twice, or has too many dimensions")
+        shapes[name] = tuple(int(cursor.number("Q")) for _ in range(rank))
+        try:
+            block, bytes_of_block = GGML_QUANT_SIZES[GGMLQuantizationType(int(cursor.number("I")))]
+        except (ValueError, KeyError):
+            raise ValueError("a tensor has an unknown type") from None
+        numbers = math.prod(shapes[name])
+        if numbers < 1 or numbers % block:
+            raise ValueError("a tensor has dimensions that its type does not allow")
+        length = numbers // block * bytes_of_block
+        ends.append(int(cursor.number("Q")) + length)
+        total += length
+    alignment = known.get("general.alignment", 32)
+    if type(alignment) is not int or not 1 <= alignment <= WIDTH or alignment & (alignment - 1):
+        raise ValueError("its alignment is not a power of two")
+    room = cursor.left - -(size - cursor.left) % alignment
+    if max(ends, default=0) > room or total > max(room, 0):
+        raise ValueError("it is cut short, or its tensors overlap")
+    return shapes
+
+
+def check_sizes(known: Mapping[str, object], shapes: Mapping[str, Dimensions]) -> None:
+    """Refuses a description of a larger model than the tensors are of, which transformers would make room for."""
+    kind = known.get("general.architecture")
+    largest = max((size for shape in shapes.values() for size in shape), default=0)
+
+    def of_model(name: str) -> int:
+        value = known.get(f"{kind}.{name}", 0)
+        return value if type(value) is int else 0
+
+    if not 0 <= of_model("block_count") <= min(LAYERS, max(len(shapes), 1)):
+        raise ValueError("it describes more layers than it has")
+    heads = of_model("attention.head_count") * of_model("attention.key_length")
+    if heads > largest or any(not 0 <= of_model(name) <= largest for name in SIZES):
+        raise ValueError("it describes a larger model than it holds")
+    embedded = shapes.get("token_embd.weight")
+    words = known.get("tokenizer.ggml.tokens[]", 0)
+    if embedded and (len(embedded) != 2 or embedded[0] != of_model("embedding_length") or words > embedded[1]):
+        raise ValueError("its embedding of tokens is not of the size that it describes")
