@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from starlette.routing import Match
 
 from restorekv.errors import RestoreKVError
 from restorekv.serve import replies, schemas
-from restorekv.serve.engine import FULL, AwayError, BusyError, passing
+from restorekv.serve.engine import AwayError, BusyError, explain_lack
 from restorekv.serve.guard import AROUND, Guard, problem
 from restorekv.serve.page import PATHS, add_page
 from restorekv.serve.requests import ChatRequest
@@ -56,12 +57,19 @@ def add_errors(app: FastAPI, service: Service) -> None:
     async def away(_: Request, error: AwayError) -> Response:
         return problem(503, str(error), None, {"retry-after": "5"})
 
+    @app.exception_handler(OSError)
+    @app.exception_handler(MemoryError)
+    @app.exception_handler(sqlite3.Error)
+    async def lacking(request: Request, error: Exception) -> Response:
+        if lack := explain_lack(error):
+            return problem(*lack)
+        LOG.error("unexpected error", exc_info=error)
+        return await failed(request, error)
+
     @app.exception_handler(RestoreKVError)
     async def wrong(_: Request, error: RestoreKVError) -> Response:
-        if lack := passing(error):
-            why, full = getattr(lack, "strerror", None) or "no memory", getattr(lack, "errno", None) in FULL
-            fix = "delete files" if full else "ask again in a moment"
-            return problem(507 if full else 503, f"The server cannot do this now ({why}); {fix}.", None)
+        if lack := explain_lack(error):
+            return problem(*lack)
         status = 404 if str(error).startswith("There is no model") else 400
         return problem(status, str(error), "model_not_found" if status == 404 else None)
 

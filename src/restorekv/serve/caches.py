@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import queue
 import threading
 import time
@@ -55,7 +56,8 @@ class Asked:
 
 def key_of(sha256: str, variant: Variant, made_with: Sequence[str]) -> str:
     """Returns the name of a cache: 32 hex digits of the document, the variant and what it is made with."""
-    return hashlib.sha256(" ".join((sha256, variant.name, *made_with)).encode()).hexdigest()[:32]
+    parts = json.dumps([sha256, variant.name, *made_with])  # not joined, so that no part can reach into the next
+    return hashlib.sha256(parts.encode()).hexdigest()[:32]
 
 
 class Caches:
@@ -156,6 +158,7 @@ class Caches:
         context = self.loaded(key, sha256)
         fresh = context is None
         if fresh:
+            self.store.check_writable()
             context = self.made(content(), variant, key)
             with self.store.writing(key, sha256) as path:
                 context.save(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
 import threading
@@ -21,13 +22,28 @@ PACKAGES = {"pypdf": "pypdf", "docx": "python-docx"}
 MEMORY = 2 << 30  # bytes that reading a file may take
 READING = threading.BoundedSemaphore(2)  # such processes at once
 LONGEST_NAME = 120  # characters
+TEXT, CACHE = "text", "rkv"  # kinds that no process of its own reads
+
+
+def kind_of(name: str) -> str:
+    """Returns how a file is read, by the ending of its name: as a cache file, in one of KINDS, or as plain text."""
+    ending = PurePath(name).suffix.lower()
+    return CACHE if ending == ".rkv" else KINDS.get(ending, TEXT)
+
+
+def document_hash(kind: str) -> hashlib._Hash:
+    """Returns the SHA-256 that names a document of a kind, once its content was added.
+
+    The kind's length and the kind come first, so that no content of one kind has the name of a content of another.
+    """
+    return hashlib.sha256(len(kind).to_bytes(8, "big") + kind.encode())
 
 
 def text_of(name: str, content: bytes) -> str:
     """Returns the text of a file by its name's ending; refuses what has none."""
-    kind, name = KINDS.get(PurePath(name).suffix.lower()), shown(name)
-    text = decoded(content, name) if kind in (None, "html") else ""
-    if kind:
+    kind, name = kind_of(name), shown(name)
+    text = decoded(content, name) if kind not in ("pdf", "docx") else ""
+    if kind in KINDS.values():
         text = read(kind, name, text.encode() or content)
     if not text.strip():
         raise RestoreKVError(f"{name} has no text; give one with at least one word.")
