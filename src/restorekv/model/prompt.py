@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.errors import RestoreKVError, one_of, warn
+from restorekv.errors import RestoreKVError, TextTooLongError, one_of, warn
 from restorekv.model.load import longest
 from restorekv.model.tokenize import check_unicode, control_tokens, refuse, text_ids
 
@@ -102,10 +102,12 @@ def fit(model: PreTrainedModel, context: Context, too_long: str = "refuse", offs
     if most < 1:
         raise RestoreKVError(f"The model's {limit:,} positions have no room for a text; use a smaller offset.")
     if too_long == "refuse":
-        raise RestoreKVError(
+        error = TextTooLongError(
             f"The context has {context.tokens:,} tokens, and the model's {limit:,} positions have room for {most:,} "
             "and a question; shorten it, cut its end (--max-context cut) or stretch the model's RoPE (--yarn 2)."
         )
+        error.tokens, error.positions, error.room = context.tokens, limit, most
+        raise error
     return replace(context, ids=context.ids[:, : context.prefix + most]), over
 
 

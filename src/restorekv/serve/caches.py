@@ -32,7 +32,7 @@ from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.model.load import longest, model_fingerprint
 from restorekv.model.prompt import template_hash
 from restorekv.serve import kept
-from restorekv.serve.documents import check_size
+from restorekv.serve.documents import check_size, told_to_clients
 from restorekv.serve.engine import AwayError, Content, Document, Question, Reply, passing
 from restorekv.serve.store import Store
 from restorekv.serve.variants import Variant
@@ -86,7 +86,9 @@ class Caches:
     def check(**options: object) -> None:
         """Refuses options of the engine that cannot work, before a model is loaded."""
         if options:
-            raise RestoreKVError("The options that begin with --vllm are for --engine vllm; add it or leave them out.")
+            raise RestoreKVError(
+                "--vllm-url, --vllm-store and --vllm-options are for --engine vllm; add it or leave them out."
+            )
 
     def start(self) -> None:
         self.compressing.start()
@@ -196,8 +198,11 @@ class Caches:
             return CompressedContext.load(content, self.model, self.tokenizer)
         check_size(content, self.tokenizer, longest(self.model.config))
         try:
-            made = compress(self.model, self.tokenizer, content, progress=lambda name: self.on_phase(key, name),
-                            **variant.options, **self.more)  # fmt: skip
+            with told_to_clients():
+                made = compress(
+                    self.model, self.tokenizer, content, progress=lambda name: self.on_phase(key, name),
+                    **variant.options, **self.more,
+                )  # fmt: skip
         finally:
             self.on_phase("", "")
         self.counts["compressed"] += 1

@@ -6,12 +6,14 @@ import hashlib
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path, PurePath
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, TextTooLongError
 from restorekv.model.tokenize import decoded
 from restorekv.serve.reader import MISSING
 
@@ -72,6 +74,19 @@ def read(kind: str, name: str, content: bytes) -> str:
 def shown(name: str) -> str:
     """Returns a file's name for a sentence: on one line and not too long."""
     return "".join(each if each.isprintable() else "_" for each in name)[-LONGEST_NAME:]
+
+
+@contextmanager
+def told_to_clients() -> Iterator[None]:
+    """Says what a client can do about a text that is too long, in place of the flags of other commands."""
+    try:
+        yield
+    except TextTooLongError as error:
+        raise RestoreKVError(
+            f"The text has {error.tokens:,} tokens, and the model's {error.positions:,} positions have room for "
+            f"{error.room:,} and a question; shorten it, split it into several files, or choose a server whose --model "
+            "has more positions."
+        ) from None
 
 
 def check_size(text: str, tokenizer: Tokenizer, positions: int) -> None:

@@ -59,7 +59,8 @@ def explain_lack(error: BaseException) -> tuple[int, str] | None:
     why = getattr(lack, "strerror", None) or str(lack) or "no memory"
     if number in LOCKED or code == sqlite3.SQLITE_READONLY:
         return 507, f"The server cannot write to its disk ({why}); its operator has to make the store writable."
-    if number in FULL or code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):
+    waits = code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM)
+    if number in FULL or (isinstance(lack, sqlite3.OperationalError) and not waits):
         return 507, f"The server has no room for this on its disk ({why}); delete files, then try again."
     return 503, f"The server cannot do this now ({why}); ask again in a moment."
 
