@@ -2,8 +2,8 @@
 
 A quarter of the cases stays as Schemathesis made it. Some get what no program should compute with: half characters,
 depth, unknown fields, fields that are refused, many fields of a form, and Hosts and Origins of other sites. The check
-at the end asks that unknown fields are never ignored, and that no other site's page is answered. What is changed follows from the case alone, so that a seed gives
-the same run again.
+at the end asks that unknown fields are never ignored, and that no other site's page is answered. What is changed
+follows from the case alone, so that a seed gives the same run again.
 """
 
 import os
