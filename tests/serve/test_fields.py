@@ -82,6 +82,14 @@ def test_every_field_of_the_client_is_in_one_class(kind):
     assert sum(map(len, classes)) == len(set.union(*classes)), "a field is in one class alone"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_description_lists_every_field_and_no_other(kind):
+    theirs, ours, *_ = KINDS[kind]
+    described = ours.model_json_schema()
+    assert set(theirs) <= set(described["properties"]) and described["additionalProperties"] is False
+    assert described["properties"]["tools"] == {"enum": [None, []]} and described["properties"]["user"] == {}
+
+
 def test_every_field_of_an_upload_is_taken():
     names = {name.partition("[")[0] for name in body.FORM}
     assert set(typing.get_type_hints(file_create_params.FileCreateParams)) == names

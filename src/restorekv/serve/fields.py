@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import ConfigDict
 from pydantic_core import PydanticCustomError
 
 TOOLS = "this server has no tools"
@@ -97,6 +98,19 @@ def take_known(
         elif name not in idle:
             raise field_error("unknown_parameter", place + name, "is not a field of this request; leave it out")
     return taken
+
+
+def describe(idle: frozenset[str], refused: Refused) -> ConfigDict:
+    """Returns the setting of a request's class with which its description lists these fields, and allows no others."""
+
+    def extend(schema: dict[str, Any]) -> None:
+        schema["additionalProperties"] = False
+        for name in idle:
+            schema["properties"].setdefault(name, {})
+        for name, (nothing, _) in refused.items():
+            schema["properties"][name] = {"enum": [None, *nothing]}
+
+    return ConfigDict(json_schema_extra=extend)
 
 
 def field_error(code: str, name: str, why: str) -> PydanticCustomError:

@@ -98,6 +98,8 @@ class Part(Reference):
 class Message(BaseModel):
     """Who says what; an assistant may have said nothing."""
 
+    model_config = fields.describe(fields.MESSAGE_IDLE, fields.MESSAGE_REFUSED)
+
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | list[Part] | None
 
@@ -127,6 +129,8 @@ class Format(BaseModel):
 
 class ChatRequest(BaseModel):
     """What `/v1/chat/completions` takes; fields.py says what becomes of OpenAI's other fields."""
+
+    model_config = fields.describe(fields.CHAT_IDLE, fields.CHAT_REFUSED)
 
     model: Text
     messages: list[Message] = Field(min_length=1, max_length=1000)

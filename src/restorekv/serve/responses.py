@@ -40,6 +40,8 @@ class TextOptions(BaseModel):
 class ResponsesRequest(BaseModel):
     """What `/v1/responses` takes; fields.py says what becomes of OpenAI's other fields."""
 
+    model_config = fields.describe(fields.RESPONSES_IDLE, fields.RESPONSES_REFUSED)
+
     model: Text
     input: Text | list[Message]
     instructions: Text | None = None
