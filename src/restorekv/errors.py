@@ -31,6 +31,15 @@ class ModelError(RestoreKVError):
     """A model or tokenizer that cannot be loaded or is not supported."""
 
 
+class TextTooLongError(RestoreKVError):
+    """A text of more tokens than the model has room for.
+
+    The message names the fixes of the command line; `tokens`, `positions` and `room` are for who has others.
+    """
+
+    tokens = positions = room = 0
+
+
 class RestoreKVWarning(UserWarning):
     """Something that works but is probably not what the user wants, such as an adapter trained with another evictor."""
 

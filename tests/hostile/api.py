@@ -18,7 +18,7 @@ from tests.hostile.serve import Server, asked, upload
 
 CHECKS = (
     "not_a_server_error,status_code_conformance,content_type_conformance,response_headers_conformance,"
-    "response_schema_conformance,unsupported_method,allow_header_conformance,use_after_free"
+    "response_schema_conformance,unsupported_method,allow_header_conformance,use_after_free,nothing_is_ignored"
 )
 HOOKS = Path(__file__).with_name("api_hooks.py")
 SILENCE = 60  # seconds

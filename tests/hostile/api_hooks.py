@@ -1,7 +1,9 @@
 """What Schemathesis is told about the server, so that its cases reach documents and answers: names that exist.
 
-A quarter of the cases stays as Schemathesis made it. What is changed follows from the case alone, so that a seed gives
-the same run again.
+A quarter of the cases stays as Schemathesis made it. Some get what no program should compute with: half characters,
+depth, unknown fields, fields that are refused, many fields of a form, and Hosts and Origins of other sites. The check
+at the end asks that unknown fields are never ignored, and that no other site's page is answered. What is changed
+follows from the case alone, so that a seed gives the same run again.
 """
 
 import os
@@ -12,7 +14,10 @@ import schemathesis
 
 FILES, MODELS = os.environ["RESTOREKV_FILES"].split(), ["tiny:best-0.2", "tiny", "tiny:snapkv-0.3-base"]
 TOKENS = 8  # of an answer
-NEVER = ("tools", "previous_response_id", "frequency_penalty", "presence_penalty")  # in a question that is answered
+NEVER = ("previous_response_id",)  # in a question that is answered
+HALF = "\ud800"
+HOSTS = ("testserver", "evil.example", "localhost.evil.example:8080", "127.0.0.1.evil.example")
+UNKNOWN = "nonsense"
 SELDOM = ("temperature", "top_p", "stop", "response_format", "text")
 
 
@@ -44,10 +49,58 @@ def map_query(context: Any, query: dict | None) -> dict | None:
 
 
 @schemathesis.hook
+def map_headers(context: Any, headers: dict | None) -> dict | None:
+    """A page of another site, once in a while."""
+    if chance((headers, "host"), 40):
+        return headers
+    kind = "Host" if chance((headers, "kind"), 2) else "Origin"
+    name = HOSTS[chance((headers, "name"), len(HOSTS))]
+    return {**(headers or {}), kind: name if kind == "Host" else f"http://{name}"}
+
+
+def deep(levels: int) -> dict:
+    made: dict = {}
+    for _ in range(levels):
+        made = {"a": made}
+    return made
+
+
+def harmed(body: dict) -> dict:
+    """A body with something in it that must not be answered."""
+    harm = chance((body, "harm"), 8)
+    key = "messages" if "messages" in body else "input"
+    part = {"type": "text", "text": "The red house.", "cache_control": {"type": HALF} if harm % 2 else deep(260)}
+    if harm < 3:
+        return {**body, key: [{"role": "user", "content": [part, {"type": "text", "text": "Who?"}]}]}
+    if harm == 3:
+        return {**body, "metadata": {HALF: "a"}}
+    if harm == 4:
+        return {**body, "tools": [deep(500)]}
+    if harm == 5:
+        return {**body, HALF: 1}
+    return {**body, UNKNOWN: body.get("model")}
+
+
+@schemathesis.check
+def nothing_is_ignored(ctx: Any, response: Any, case: Any) -> None:
+    """Fields that are unknown and pages of other sites are refused."""
+    headers = case.headers or {}
+    foreign = str(headers.get("Host", "")) in HOSTS or str(headers.get("Origin", "")).removeprefix("http://") in HOSTS
+    if foreign and response.status_code < 400:
+        raise AssertionError("a page of another site was answered")
+    if isinstance(case.body, dict) and UNKNOWN in case.body and response.status_code < 400:
+        raise AssertionError("an unknown field was ignored")
+
+
+@schemathesis.hook
 def map_body(context: Any, body: Any) -> Any:
     """Asks a model that exists for a short answer, half of the time about a document that exists."""
+    if isinstance(body, dict) and "file" in body and not chance(body, 5):
+        return {**body, **{f"{UNKNOWN}{number}": "a" * 1000 for number in range(60)}}
     if not isinstance(body, dict) or "model" not in body or not chance(body, 4):
         return body
+    if not chance((body, "harm"), 6):
+        return harmed(body)
     short = {"max_tokens": TOKENS} if "messages" in body else {"max_output_tokens": TOKENS}
     made = {**body, **short, "model": model(body)}
     made.pop("max_completion_tokens", None)

@@ -2,7 +2,9 @@
 
 A real process serves the tiny model. Many clients ask many documents, and every answer is compared with the library's
 own; then the server is killed again and again while it takes uploads, compresses and answers, and what it said was
-processed must be there and answer as before.
+processed must be there and answer as before. With `--disks 10`, its disk, where its log is as well, is full to the last
+byte while it runs, and when it starts again: reading, asking and deleting go on, and all else is a 507 with a sentence.
+Then the disk can only be read. That needs the right to mount.
 """
 
 import argparse
@@ -15,12 +17,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import openai
 import torch
 
 from restorekv import compress, load_model
+from tests.hostile.kill import disk, may_mount
 
 MODEL, SLOWEST = "tiny:best-0.2", 180
 TEXT = "The {0} house belongs to number {0}. The code of the {0} house is {1}. "
@@ -37,7 +42,7 @@ def question(number: int) -> str:
 class Server:
     """A server process over a folder."""
 
-    def __init__(self, folder: Path, *flags: str, model: str = "tiny") -> None:
+    def __init__(self, folder: Path, *flags: str, model: str = "tiny", log: int = subprocess.DEVNULL) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -45,7 +50,7 @@ class Server:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [*command, "--store", str(folder), "--port", str(self.port), *flags], env=environment,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            stdout=log, stderr=log,
         )  # fmt: skip
 
     def client(self, kind: type = openai.OpenAI, retries: int = 0) -> openai.OpenAI:
@@ -157,9 +162,131 @@ def kills(folder: Path, count: int, seed: int) -> int:
     return wrong + len(left)
 
 
+class FullDisk:
+    """A server whose store and log are on a small disk, and what it must do on it."""
+
+    def __init__(self, folder: Path, change: Callable[[str], None], chance: random.Random) -> None:
+        self.folder, self.change, self.chance = folder, change, chance
+        self.asked = self.refused = 0
+        self.wrong: list[str] = []
+        self.answers: dict[str, tuple[int, str]] = {}  # of documents: which question, and its answer before
+
+    def start(self) -> None:
+        read_only = bool(os.statvfs(self.folder).f_flag & os.ST_RDONLY)
+        log = subprocess.DEVNULL if read_only else os.open(self.folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self.server = Server(self.folder / "store", "--memory", "1K", log=log)
+        if log >= 0:
+            os.close(log)
+        self.server.wait()
+        self.client = self.server.client()
+
+    def fill(self) -> None:
+        """Takes every byte that is free."""
+        with (self.folder / "filler").open("ab", buffering=0) as file:
+            for size in (1 << 16, 1 << 12, 1):
+                with suppress(OSError):
+                    while True:
+                        file.write(b"x" * size)
+
+    def must(self, what: str, act: Callable[[], object]) -> object:
+        """Does what needs no room."""
+        self.asked += 1
+        try:
+            return act()
+        except openai.APIError as error:
+            self.wrong.append(f"{what}: {error}")
+            return None
+
+    def may(self, what: str, act: Callable[[], object]) -> None:
+        """Does what needs room: it succeeds, or is a 507 with a sentence."""
+        self.asked += 1
+        try:
+            act()
+        except openai.APIStatusError as error:
+            self.refused += 1
+            if error.status_code != 507 or not str(error.body["message"]).endswith("."):
+                self.wrong.append(f"{what}: {error}")
+        except openai.APIError as error:
+            self.wrong.append(f"{what}: {error}")
+
+    def read(self, variant: str) -> None:
+        """Asks and reads everything; `variant` is one that is not compressed yet."""
+        self.must("list", self.client.files.list)
+        for name, (number, before) in self.answers.items():
+            answer = self.must("question", lambda name=name, number=number: self.ask(name, number))
+            if answer not in (None, before):
+                self.wrong.append(f"{answer!r} instead of {before!r}")
+            self.must("stream", lambda name=name: list(self.client.chat.completions.create(
+                **asked(name, 1), stream=True)))  # fmt: skip
+            for path in ("", "/content", "/cache", f"/kept?model={MODEL}", f"/progress?model={MODEL}"):
+                self.must(path, lambda name=name, path=path: self.client.get(f"/files/{name}{path}", cast_to=str))
+        self.must("metrics", lambda: self.client.get("/../metrics", cast_to=str))
+        name = self.chance.choice(list(self.answers))
+        self.may("variant", lambda: self.client.chat.completions.create(**asked(name, 1, variant)))
+        self.may("upload", lambda: upload(self.client, self.chance.randrange(1000)))
+
+    def ask(self, name: str, number: int) -> str:
+        return self.client.chat.completions.create(**asked(name, number)).choices[0].message.content
+
+    def run(self) -> None:
+        """Full while it runs, full at the start, deletions until there is room, then read-only."""
+        self.start()
+        for number in range(4):
+            name = upload(self.client, number)
+            if self.client.files.wait_for_processing(name, poll_interval=0.05).status == "processed":
+                self.answers[name] = number, self.ask(name, number)
+        for number in range(self.chance.randrange(3)):
+            self.may("upload", lambda number=number: upload(self.client, 100 + number))  # the disk fills meanwhile
+        self.fill()
+        self.read("tiny:snapkv-0.7")
+        self.server.stop(self.chance.choice([signal.SIGKILL, signal.SIGTERM]))
+        self.fill()
+        self.start()
+        self.fill()
+        self.read("tiny:snapkv-0.8")
+        for name in self.chance.sample(list(self.answers), 2):
+            self.must("delete", lambda name=name: self.client.files.delete(name))
+            del self.answers[name]
+        if not os.statvfs(self.folder).f_bavail:
+            self.wrong.append("deletions made no room")
+        self.must("upload after deletions", lambda: upload(self.client, 5))
+        self.server.stop(self.chance.choice([signal.SIGKILL, signal.SIGTERM]))
+        self.change("ro")
+        self.start()
+        self.read("tiny:snapkv-0.9")
+        self.may("delete", lambda: self.client.files.delete(next(iter(self.answers))))
+        self.server.stop()
+        self.change("rw")
+        self.start()
+        listed = {each.id for each in self.client.files.list()}
+        if not set(self.answers) <= listed:
+            self.wrong.append("a document is lost")
+        self.server.stop()
+
+
+def disks(place: Path, count: int, seed: int) -> int:
+    """Fills disks; returns how much went wrong."""
+    wrong = 0
+    for number in range(count):
+        chance = random.Random(f"{seed}/{number}")
+        with disk(place / f"disk{number}", f"size={chance.randint(2600, 5000)}k") as (folder, change):
+            made = FullDisk(folder, change, chance)
+            try:
+                made.run()
+            except Exception as error:
+                made.wrong.append(f"{type(error).__name__}: {error}")
+            finally:
+                if made.server.process.poll() is None:
+                    made.server.stop(signal.SIGKILL)
+        wrong += len(made.wrong)
+        print(f"disk {number + 1:3} of {count}: {made.asked} requests, {made.refused} times 507, "
+              f"{len(made.wrong)} wrong", *made.wrong, sep="\n  ", flush=True)  # fmt: skip
+    return wrong
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in {"questions": 0, "clients": 64, "documents": 50, "kills": 0, "seed": 0}.items():
+    for name, default in {"questions": 0, "clients": 64, "documents": 50, "kills": 0, "disks": 0, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--model", default="tiny", help="of the questions; the kills have the tiny one")
     parser.add_argument("--memory", default="4M", help="of the documents held")
@@ -171,6 +298,10 @@ def main() -> None:
             )
         if given.kills:
             wrong += kills(Path(name) / "kills", given.kills, given.seed)
+        if given.disks and not may_mount(Path(name)):
+            print("full disks are left out: mounting is not allowed here", flush=True)
+        elif given.disks:
+            wrong += disks(Path(name), given.disks, given.seed)
     sys.exit(f"{wrong} wrong" if wrong else 0)
 
 

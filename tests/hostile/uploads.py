@@ -43,6 +43,7 @@ class Case(NamedTuple):
     content: bytes
     good: bool | None
     slow: bool = False
+    form: bytes = b""  # the whole body, where it is more than a file
 
 
 def strange() -> Iterator[Case]:
@@ -52,7 +53,43 @@ def strange() -> Iterator[Case]:
     yield from pdfs()
     yield from words_files()
     yield Case("a huge line", b"line.txt", b"x" * (20 << 20), False)
+    yield from forms()
     yield Case("many lines", b"lines.txt", b"a\n" * (5 << 20), False)
+
+
+EDGE = b"edge"
+
+
+def form(*parts: tuple[bytes, bytes], file: bytes = WORDS, more: bytes = b"") -> bytes:
+    """A form of fields (name, content) and a file, whose head has `more` lines."""
+    made = b""
+    for name, content in parts:
+        made += b"--" + EDGE + b'\r\nContent-Disposition: form-data; name="' + name + b'"\r\n\r\n' + content + b"\r\n"
+    head = b'\r\nContent-Disposition: form-data; name="file"; filename="a.txt"\r\n' + more + b"\r\n"
+    return made + b"--" + EDGE + head + file + b"\r\n--" + EDGE + b"--\r\n"
+
+
+def forms() -> Iterator[Case]:
+    """Forms that are more than a file and small fields; each is refused while it arrives."""
+    wide = [(b"x%d" % number, b"a" * (1 << 20)) for number in range(60)]
+    cases = {
+        "fields of a megabyte": form(*wide),
+        "megabytes of purpose": form(*[(b"purpose", b"a" * (1 << 20))] * 60),
+        "a purpose of a megabyte": form((b"purpose", b"a" * (1 << 20))),
+        "thousands of fields": form(*[(b"x%d" % number, b"") for number in range(20_000)]),
+        "thousands of purposes": form(*[(b"purpose", b"a")] * 5000),
+        "an unknown field": form((b"nonsense", b"a")),
+        "a field twice": form((b"purpose", b"a"), (b"purpose", b"a")),
+        "a long name of a field": form((b"a" * (8 << 20), b"a")),
+        "a long head": form(more=b"X: " + b"a" * (8 << 20) + b"\r\n"),
+        "a head of many lines": form(more=b"X: a\r\n" * (1 << 20)),
+        "many files": b"".join(form(file=b"a" * (1 << 20))[:-10] + b"\r\n" for _ in range(60)) + form(),
+        "a form without an end": form()[:-9] + b"a" * (1 << 20),
+        "a form in a form": form(file=form() * 1000)[: 1 << 20],
+    }
+    for kind, content in cases.items():
+        good = None if kind in ("a form without an end", "a form in a form") else False
+        yield Case(kind, b"form.txt", b"", good, form=content)
 
 
 def texts() -> Iterator[Case]:
@@ -188,7 +225,9 @@ def send(server: Server, method: str, path: str, body: bytes = b"", kind: str = 
 
 
 def sent(server: Server, case: Case) -> tuple[int, dict]:
-    """Uploads a file under exactly the bytes of its name."""
+    """Uploads a file under exactly the bytes of its name, or a form as it is."""
+    if case.form:
+        return send(server, "POST", "/v1/files", case.form, f"multipart/form-data; boundary={EDGE.decode()}")
     edge = f"edge{random.Random(len(case.content)).randrange(10**12)}".encode()
     head = b'Content-Disposition: form-data; name="file"; filename="' + case.name + b'"\r\n\r\n'
     body = b"--" + edge + b"\r\n" + head + case.content + b"\r\n--" + edge + b"--\r\n"

@@ -25,7 +25,7 @@ from restorekv.serve.engine import AwayError  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
 from restorekv.serve.store import Store  # noqa: E402
 from restorekv.serve.variants import Variant  # noqa: E402
-from tests.helpers.serving import OTHER, TEXT, about, ask, client_of, serving, until, upload  # noqa: E402
+from tests.helpers.serving import OTHER, QUESTION, TEXT, about, ask, client_of, serving, until, upload  # noqa: E402
 
 MUCH, SHA = 1 << 30, "ab" * 32
 
@@ -78,7 +78,7 @@ def test_uploads_without_their_index_are_not_deleted(tmp_path):
 
 def test_an_upload_whose_row_does_not_fit_leaves_no_file(tmp_path):
     store = Store(tmp_path, MUCH)
-    store.rows.execute("pragma query_only = 1")
+    store.index.disk.execute("pragma query_only = 1")
     with pytest.raises(sqlite3.OperationalError):
         store.add("a.txt", "user_data", io.BytesIO(b"text"))
     assert not list((tmp_path / "files").iterdir())
@@ -92,6 +92,41 @@ def test_bytes_are_another_document_under_another_ending(tmp_path):
     ]
     assert page[0] == page[1] and page[2] == page[3] and len(set(page)) == 3
     store.close()
+
+
+KINDS = {"txt": "text", "html": "html", "pdf": "pdf", "docx": "docx", "rkv": "rkv"}
+
+
+@pytest.mark.parametrize("one, other", [(a, b) for a in KINDS for b in KINDS if a != b])
+def test_no_content_of_one_kind_has_the_name_of_another(tmp_path, one, other):
+    """Such as a text that begins with "html", and a page: the kind was hashed with no border before the content."""
+    store = Store(tmp_path, MUCH)
+    page = store.add(f"page.{one}", "x", io.BytesIO(b"<p>a</p>")).sha256
+    begins = [KINDS[one].encode(), len(KINDS[one]).to_bytes(8, "big") + KINDS[one].encode()]
+    for begin in begins:
+        assert store.add(f"notes.{other}", "x", io.BytesIO(begin + b"<p>a</p>")).sha256 != page
+    store.close()
+
+
+def test_a_page_never_answers_from_a_text(client, tmp_path):
+    page = "<html><body><p>" + TEXT + "</p></body></html>"
+    text = upload(client, "html" + page, "notes.txt")
+    assert text.status == "processed"
+    read = [ask(client, about(each)).usage.prompt_tokens for each in (text, upload(client, page, "page.html"))]
+    assert read[0] > read[1], "the text has the tags in it"
+    assert len(list((tmp_path / "caches").iterdir())) == 2
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(client):
+    """A file is read without it, so that a text in a request with the same bytes is the same text, too."""
+    made = upload(client, b"\xef\xbb\xbf" + TEXT.encode())
+    part = {"type": "text", "text": f"\ufeff{TEXT}", "cache_control": {"type": "ephemeral"}}
+    inline = [{"role": "user", "content": [part, {"type": "text", "text": QUESTION}]}]
+    assert ask(client, inline).choices[0].message.content == ask(client, about(made)).choices[0].message.content
+
+
+def test_a_file_whose_whole_name_is_an_ending_is_of_one_kind(client):
+    assert upload(client, TEXT, ".rkv").status == "processed"  # a text, by name and by how it is read
 
 
 def test_an_answer_that_leaves_its_grammar_harms_no_other(client):
@@ -211,7 +246,8 @@ def test_an_upload_outlasts_an_engine_that_is_away(client, monkeypatch):
 
 def test_a_full_disk_is_507_and_too_many_open_files_503(client, monkeypatch):
     made = upload(client)
-    for number, status in {errno.ENOSPC: 507, errno.EMFILE: 503}.items():
+    statuses = {errno.ENOSPC: 507, errno.EDQUOT: 507, errno.EROFS: 507, errno.EMFILE: 503}
+    for number, status in statuses.items():
 
         def save(*_: object, number: int = number) -> None:
             try:

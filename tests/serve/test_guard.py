@@ -3,6 +3,7 @@
 import base64
 import errno
 import json
+import re
 import socket
 import sqlite3
 import time
@@ -154,7 +155,7 @@ HALF = "\ud800"
     ("responses", {"model": VARIANT, "input": "a", "text": {"format": {"type": "grammar"}}}, "response_format"),
     ("responses", {"model": VARIANT, "input": HALF}, "not Unicode"),
     ("responses", {"model": HALF, "input": "a"}, "not Unicode"),
-    ("responses", {"model": VARIANT, "input": "a", "previous_response_id": HALF}, "no response"),
+    ("responses", {"model": VARIANT, "input": "a", "previous_response_id": HALF}, "not Unicode"),
     ("chat/completions", {"model": VARIANT, "messages": [{"role": "user", "content": HALF}]}, "not Unicode"),
     ("chat/completions", {"model": VARIANT, "messages": [{"role": "user", "content": [
         {"type": "text", "text": HALF, "cache_control": {"type": "ephemeral"}}]}]}, "not Unicode"),
@@ -189,6 +190,16 @@ def test_texts_longer_than_the_model_are_refused_at_once(client, file, monkeypat
         ask(client, about(file, question="x" * 70_000))
     made = upload(client, OTHER.encode() * 250, "long.txt")
     assert made.status == "error" and "characters" in made.status_details
+
+
+def test_what_is_said_of_a_text_that_is_too_long_names_no_flag_of_other_commands(client):
+    made = upload(client, OTHER.encode() * 120, "long.txt")
+    assert made.status == "error"
+    said = (
+        "The text has N tokens, and the model's N positions have room for N and a question; shorten it, split it into "
+    )
+    said += "several files, or choose a server whose --model has more positions."
+    assert re.sub("[0-9,]*[0-9]", "N", made.status_details) == said
 
 
 def test_a_file_inside_a_request_is_a_document(client, file):

@@ -217,7 +217,8 @@ def test_files_are_listed_given_back_and_kept_apart(client, file):
         ({"messages": [{"role": "user", "content": "hi"}]}, 400, "There is no document"),
         ({"messages": [{"role": "assistant", "content": "hi"}]}, 400, "take turns"),
         ({"temperature": 9}, 400, "temperature"), ({"messages": []}, 400, "messages"), ({"n": 0}, 400, "n:"),
-        ({"presence_penalty": 1}, 400, "not supported"), ({"stop": [""]}, 400, "stop is"),
+        ({"presence_penalty": 3}, 400, "presence_penalty"),
+        ({"tools": [{}]}, 400, "tools is not supported"), ({"stop": [""]}, 400, "stop is"),
         ({"model": "tiny:snapkv-7"}, 400, "ratio is a number"),
     ],
 )  # fmt: skip

@@ -52,7 +52,7 @@ def test_what_one_writes_the_other_finds(two):
     found = other.find(KEY, SHA)
     assert found.read_bytes() == b"cache" and found.is_relative_to(other.folder) and other.has(KEY)
     assert names(one) == [f"/{SHA}/{KEY}.rkv"]
-    assert not one.rows.execute("select * from pending").fetchall()
+    assert not one.index.read("select * from pending")
 
 
 def test_the_quota_is_the_local_folders(url, tmp_path):

@@ -1,9 +1,10 @@
 """`restorekv serve`: OpenAI's API over documents that stay compressed."""
 
+import errno
 import json
 import re
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -58,7 +59,8 @@ def run(
     if shared:
         server.Shared(shared)  # refuses what cannot be used
     check_free(host, port)
-    with alone(store), ExitStack() as lasting:
+    with ExitStack() as lasting:
+        lock_store(store, lasting)
         if spread.ray:
             engines = import_module("restorekv.serve.ray_engine")
             with notes.status("starting replicas"):
@@ -67,9 +69,28 @@ def run(
         else:
             app = server.application(*open_model(model, dtype, device), settings)
         address = f"http://{host}:{port}"
-        notes.print(f"Serving {settings.default} at {address}/v1\nThe page is at {address}/", highlight=False)
+        say(f"Serving {settings.default} at {address}/v1\nThe page is at {address}/")
         server.serve(app, settings)
-        notes.print(f"Stopped; the documents stay in {store}.", highlight=False)
+        say(f"Stopped; the documents stay in {store}.")
+
+
+def lock_store(store: Path, lasting: ExitStack) -> None:
+    """Refuses a second server at a store for as long as `lasting` lasts.
+
+    A disk that is full or read-only may have no room for the lock file; then the lock of the store's index does it.
+    """
+    try:
+        lasting.enter_context(alone(store))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) or not store.is_dir():
+            raise
+        say(f"warning: {store} cannot be written ({error.strerror}); nothing new is stored until it can.")
+
+
+def say(text: str) -> None:
+    """Prints for whoever started the server; a log on a full disk keeps no server from answering."""
+    with suppress(OSError):
+        notes.print(text, highlight=False)
 
 
 def loaded_server(host: str, keys: tuple[str, ...]) -> ModuleType:

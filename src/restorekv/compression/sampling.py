@@ -7,7 +7,7 @@ else is in the batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, NoReturn, Self, TypedDict
@@ -49,6 +49,13 @@ CHECKS: dict[str, tuple[object, Callable[[Any], bool], str]] = {  # type, furthe
     "logprobs": (int | None, lambda x: x is None or 0 <= x <= 100, "a number of tokens from 0 to 100"),
     "json_schema": (str | dict[str, Any] | None, lambda x: True, "a dict or JSON"),
     "regex": (str | None, lambda x: True, "a text"),
+    "logit_bias": (
+        dict[int, float] | None,
+        lambda x: x is None or all(type(token) is int and abs(bias) <= 100 for token, bias in x.items()),
+        "a dict from token ids to numbers from -100 to 100",
+    ),
+    "frequency_penalty": (float, lambda x: abs(x) <= 2, "a number from -2 to 2"),
+    "presence_penalty": (float, lambda x: abs(x) <= 2, "a number from -2 to 2"),
     "processors": (list[LogitsProcessor] | tuple[LogitsProcessor, ...], lambda x: True, "a list of processors"),
     "criteria": (list[StoppingCriteria] | tuple[StoppingCriteria, ...], lambda x: True, "a list of criteria"),
 }
@@ -68,6 +75,9 @@ class DecodingOptions(TypedDict, total=False):
     logprobs: int | None
     json_schema: str | dict | None
     regex: str | None
+    logit_bias: Mapping[int, float] | None
+    frequency_penalty: float
+    presence_penalty: float
     processors: Sequence[LogitsProcessor]
     criteria: Sequence[StoppingCriteria]
     config: GenerationConfig | None
@@ -81,7 +91,10 @@ class Decoding:
     the penalty counts the whole context. A row's random numbers follow from `seed` alone; `samples` answers to one
     question take `seed`, `seed + 1` and so on. An answer ends before the first of the strings `stop`. `logprobs`
     records the log-probability of every token, and of so many likeliest ones, before any processing. `json_schema` (a
-    dict or JSON) and `regex` allow only texts that match; they need the extra `constrained`. `processors` and
+    dict or JSON) and `regex` allow only texts that match; they need the extra `constrained`. `logit_bias`
+    is added to the logits of those ids. `frequency_penalty` is subtracted from the logit of an id once for each time
+    that it is in the answer already, `presence_penalty` once for all; negative ones make repetition likelier. All three
+    come before the other processing. `processors` and
     `criteria` are further ones of transformers', which must keep no state. `config`, where one is given, says what
     GenerationConfig and these fields have in common.
     """
@@ -97,6 +110,9 @@ class Decoding:
     logprobs: int | None = None
     json_schema: str | dict | None = None
     regex: str | None = None
+    logit_bias: Mapping[int, float] | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     processors: Sequence[LogitsProcessor] = ()
     criteria: Sequence[StoppingCriteria] = ()
 
@@ -206,6 +222,7 @@ class Row:
 
     def __post_init__(self) -> None:
         self.random = torch.Generator().manual_seed(self.seed)
+        check_bias(self.decoding.logit_bias, self.tokenizer)
         self.warpers, self.criteria = self.decoding.warpers(), StoppingCriteriaList(self.decoding.criteria)
 
     def choose(self, logits: Tensor) -> int:
@@ -214,6 +231,7 @@ class Row:
         if not math.isfinite(logits.max()):
             refuse_not_finite()
         allowed = self.constraint.allow(logits) if self.constraint else logits
+        allowed = self.adjust(allowed)
         scores = self.warpers(self.ids, allowed.clone()) if self.warpers else allowed
         if self.warpers and not math.isfinite(scores.max()):
             raise RestoreKVError("The logits processors leave no token to choose; change or leave out processors.")
@@ -228,6 +246,20 @@ class Row:
         self.answer.append(token)
         self.ids = torch.cat([self.ids, torch.tensor([[token]])], -1)
         return token
+
+    def adjust(self, logits: Tensor) -> Tensor:
+        """Returns logits (1, V) after the bias and the penalties of what the answer has already."""
+        decoding = self.decoding
+        frequency, presence = decoding.frequency_penalty, decoding.presence_penalty
+        if not (decoding.logit_bias or frequency or presence):
+            return logits
+        adjusted = logits.clone()
+        for token, bias in (decoding.logit_bias or {}).items():
+            adjusted[0, token] += bias
+        if self.answer:
+            counts = torch.bincount(torch.tensor(self.answer), minlength=logits.shape[-1]).to(logits.dtype)
+            adjusted[0] -= frequency * counts + presence * (counts > 0)
+        return adjusted
 
     def record(self, logprobs: Tensor, token: int) -> None:
         self.logprobs.append(float(logprobs[token]))
@@ -248,6 +280,15 @@ class Row:
         if self.decoding.stop and first_stop(self.decoding.stop, self.tokenizer.decode(self.answer)) is not None:
             return True
         return bool(self.criteria) and bool(self.criteria(self.ids, None).all())
+
+
+def check_bias(bias: Mapping[int, float] | None, tokenizer: Tokenizer) -> None:
+    """Refuses ids that no token has."""
+    strange = [token for token in bias or () if not 0 <= token < len(tokenizer)]
+    if strange:
+        raise RestoreKVError(
+            f"logit_bias names the token {strange[0]}, and this model's run from 0 to {len(tokenizer) - 1}; give those."
+        )
 
 
 def rows_of(

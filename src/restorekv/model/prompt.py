@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.bounds import AROUND_LETTERS, AROUND_TOKENS
-from restorekv.errors import RestoreKVError, one_of, warn
+from restorekv.errors import RestoreKVError, TextTooLongError, one_of, warn
 from restorekv.model.load import longest
 from restorekv.model.support import refuse_beyond, support_of
 from restorekv.model.tokenize import check_unicode, control_tokens, refuse, text_ids
@@ -110,15 +110,17 @@ def fit(model: PreTrainedModel, context: Context, too_long: str = "refuse", offs
     if most < 1:
         raise RestoreKVError(f"The model's {limit:,} positions have no room for a text; use a smaller offset.")
     if too_long == "refuse":
+        why = f"the model's {limit:,} positions"
+        fix = "stretch the model's RoPE (--yarn 2)"
         if limit < longest(model.config):
-            raise RestoreKVError(
-                f"The context has {context.tokens:,} tokens, and {support_of(model).beyond}, which have room for "
-                f"{most:,} and a question; shorten it, cut its end (--max-context cut) or use another model."
-            )
-        raise RestoreKVError(
-            f"The context has {context.tokens:,} tokens, and the model's {limit:,} positions have room for {most:,} "
-            "and a question; shorten it, cut its end (--max-context cut) or stretch the model's RoPE (--yarn 2)."
+            why = f"{support_of(model).beyond}, which"
+            fix = "use another model"
+        error = TextTooLongError(
+            f"The context has {context.tokens:,} tokens, and {why} have room for {most:,} and a question; shorten it, "
+            f"cut its end (--max-context cut) or {fix}."
         )
+        error.tokens, error.positions, error.room = context.tokens, limit, most
+        raise error
     return replace(context, ids=context.ids[:, : context.prefix + most]), over
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from starlette.routing import Match
 
 from restorekv.errors import RestoreKVError
 from restorekv.serve import replies, schemas
-from restorekv.serve.engine import FULL, AwayError, BusyError, passing
+from restorekv.serve.body import BodyError, CheckedRoute
+from restorekv.serve.engine import AwayError, BusyError, explain_lack
 from restorekv.serve.guard import AROUND, Guard, problem
 from restorekv.serve.page import PATHS, add_page
 from restorekv.serve.requests import ChatRequest
@@ -32,6 +34,7 @@ BYTES, FIGURES = "application/octet-stream", "text/plain; version=0.0.4"
 def make_app(service: Service, keys: list[str], ready: Callable[[], bool], lifespan: Callable | None = None) -> FastAPI:
     """Returns the application; with `keys`, every path but health and the page's files needs one of them."""
     app = FastAPI(title="restorekv", docs_url=None, redoc_url=None, lifespan=lifespan, responses=schemas.PROBLEMS)
+    app.router.route_class = CheckedRoute
     app.add_middleware(Guard, keys=keys, largest=service.limits.upload + AROUND, open_paths=OPEN)
     add_errors(app, service)
     add_routes(app, service, ready)
@@ -56,12 +59,19 @@ def add_errors(app: FastAPI, service: Service) -> None:
     async def away(_: Request, error: AwayError) -> Response:
         return problem(503, str(error), None, {"retry-after": "5"})
 
+    @app.exception_handler(OSError)
+    @app.exception_handler(MemoryError)
+    @app.exception_handler(sqlite3.Error)
+    async def lacking(request: Request, error: Exception) -> Response:
+        if lack := explain_lack(error):
+            return problem(*lack)
+        LOG.error("unexpected error", exc_info=error)
+        return await failed(request, error)
+
     @app.exception_handler(RestoreKVError)
     async def wrong(_: Request, error: RestoreKVError) -> Response:
-        if lack := passing(error):
-            why, full = getattr(lack, "strerror", None) or "no memory", getattr(lack, "errno", None) in FULL
-            fix = "delete files" if full else "ask again in a moment"
-            return problem(507 if full else 503, f"The server cannot do this now ({why}); {fix}.", None)
+        if lack := explain_lack(error):
+            return problem(*lack)
         status = 404 if str(error).startswith("There is no model") else 400
         return problem(status, str(error), "model_not_found" if status == 404 else None)
 
@@ -71,9 +81,15 @@ def add_errors(app: FastAPI, service: Service) -> None:
         if (broken := error.errors()[0])["type"] == "json_invalid":
             return problem(400, f"The body is not valid JSON (at character {broken['loc'][-1]}).")
         first = max(error.errors(), key=lambda each: len(each["loc"]))  # of a choice, what came closest
+        if param := (first.get("ctx") or {}).get("param"):  # of fields.py
+            return problem(400, f"{first['msg']}.", first["type"], param=param)
         where = ".".join(str(part) for part in first["loc"] if part != "body" and "[" not in str(part))
         message = first["msg"].removeprefix("Value error, ").removesuffix(".")
-        return problem(400, f"{where}: {message}." if where else f"{message}.")
+        return problem(400, f"{where}: {message}." if where else f"{message}.", param=where[:120] or None)
+
+    @app.exception_handler(BodyError)
+    async def unusable(_: Request, error: BodyError) -> Response:
+        return problem(error.status_code, error.message, error.code, param=error.param)
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import queue
 import threading
 import time
@@ -31,7 +32,7 @@ from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.model.load import model_fingerprint
 from restorekv.model.prompt import template_hash, usable_positions
 from restorekv.serve import kept
-from restorekv.serve.documents import check_size
+from restorekv.serve.documents import check_size, told_to_clients
 from restorekv.serve.engine import AwayError, Content, Document, Question, Reply, passing
 from restorekv.serve.store import Store
 from restorekv.serve.variants import Variant
@@ -55,7 +56,8 @@ class Asked:
 
 def key_of(sha256: str, variant: Variant, made_with: Sequence[str]) -> str:
     """Returns the name of a cache: 32 hex digits of the document, the variant and what it is made with."""
-    return hashlib.sha256(" ".join((sha256, variant.name, *made_with)).encode()).hexdigest()[:32]
+    parts = json.dumps([sha256, variant.name, *made_with])  # not joined, so that no part can reach into the next
+    return hashlib.sha256(parts.encode()).hexdigest()[:32]
 
 
 class Caches:
@@ -84,7 +86,9 @@ class Caches:
     def check(**options: object) -> None:
         """Refuses options of the engine that cannot work, before a model is loaded."""
         if options:
-            raise RestoreKVError("The options that begin with --vllm are for --engine vllm; add it or leave them out.")
+            raise RestoreKVError(
+                "--vllm-url, --vllm-store and --vllm-options are for --engine vllm; add it or leave them out."
+            )
 
     def start(self) -> None:
         self.compressing.start()
@@ -156,6 +160,7 @@ class Caches:
         context = self.loaded(key, sha256)
         fresh = context is None
         if fresh:
+            self.store.check_writable()
             context = self.made(content(), variant, key)
             with self.store.writing(key, sha256) as path:
                 context.save(path)
@@ -193,8 +198,11 @@ class Caches:
             return CompressedContext.load(content, self.model, self.tokenizer)
         check_size(content, self.tokenizer, usable_positions(self.model))
         try:
-            made = compress(self.model, self.tokenizer, content, progress=lambda name: self.on_phase(key, name),
-                            **variant.options, **self.more)  # fmt: skip
+            with told_to_clients():
+                made = compress(
+                    self.model, self.tokenizer, content, progress=lambda name: self.on_phase(key, name),
+                    **variant.options, **self.more,
+                )  # fmt: skip
         finally:
             self.on_phase("", "")
         self.counts["compressed"] += 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import sqlite3
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -21,7 +22,8 @@ from restorekv.errors import RestoreKVError
 from restorekv.serve.variants import Variant
 
 FULL = {errno.ENOSPC, errno.EDQUOT}
-LACKING = FULL | {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.EAGAIN}
+LOCKED = {errno.EROFS, errno.EACCES}  # the disk, or the folder, can only be read
+LACKING = FULL | LOCKED | {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.EAGAIN}
 Content = Callable[[], str | Path]  # gives a text or the path of a cache file, only where they are needed
 
 
@@ -36,13 +38,31 @@ class AwayError(RestoreKVError):
     """What the engine needs does not answer; the request was right."""
 
 
-def passing(error: BaseException | None) -> OSError | MemoryError | None:
+def passing(error: BaseException | None) -> OSError | MemoryError | sqlite3.OperationalError | None:
     """Returns what the machine lacked for the moment, if that is why an error was raised."""
     while error is not None:
-        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in LACKING):
+        if isinstance(error, MemoryError | sqlite3.OperationalError):
+            return error
+        if isinstance(error, OSError) and error.errno in LACKING:
             return error
         error = error.__cause__ or error.__context__
     return None
+
+
+def explain_lack(error: BaseException) -> tuple[int, str] | None:
+    """Returns a status and a sentence for an error where the machine lacked something, None for other errors."""
+    lack = passing(error)
+    if lack is None:
+        return None
+    code = getattr(lack, "sqlite_errorcode", 0) & 0xFF  # the rest says more of what SQLite was doing
+    number = getattr(lack, "errno", None)
+    why = getattr(lack, "strerror", None) or str(lack) or "no memory"
+    if number in LOCKED or code == sqlite3.SQLITE_READONLY:
+        return 507, f"The server cannot write to its disk ({why}); its operator has to make the store writable."
+    waits = code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM)
+    if number in FULL or (isinstance(lack, sqlite3.OperationalError) and not waits):
+        return 507, f"The server has no room for this on its disk ({why}); delete files, then try again."
+    return 503, f"The server cannot do this now ({why}); ask again in a moment."
 
 
 @dataclass(frozen=True)

@@ -198,10 +198,8 @@ def at_home(request: Request, keys: Sequence[str]) -> bool:
     if keys:
         return True
     local = request.client is None or request.client.host in LOOPBACK
-    name = host.rsplit(":", 1)[0].strip("[]")
-    return (not local or name in (*LOOPBACK, "localhost", "testserver")) and (
-        origin is None or origin.split("://", 1)[-1] == host
-    )
+    name = host.rsplit(":", 1)[0].strip("[]").lower()
+    return (not local or name in (*LOOPBACK, "localhost")) and (origin is None or origin.split("://", 1)[-1] == host)
 
 
 def allowed(header: str, keys: Sequence[str]) -> bool:
@@ -210,8 +208,11 @@ def allowed(header: str, keys: Sequence[str]) -> bool:
     return any([hmac.compare_digest(given, key.encode()) for key in keys])
 
 
-def problem(status: int, message: str, code: str | None = None, headers: dict | None = None) -> Response:
-    """Returns an error as OpenAI's API writes it."""
+def problem(
+    status: int, message: str, code: str | None = None, headers: dict | None = None, param: str | None = None
+) -> Response:
+    """Returns an error as OpenAI's API writes it; `param` is the field of the request that is at fault."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     message = message.encode(errors="replace").decode()  # half a character of the request cannot be sent back
-    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": code}}, status, headers)
+    param = param and param.encode(errors="replace").decode()
+    return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": code}}, status, headers)

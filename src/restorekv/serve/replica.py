@@ -101,8 +101,9 @@ class Replica:
 
     async def document(self, place: Place, content: str | bytes | None) -> AsyncIterator[object]:
         """Yields the phases of a compression, then (tokens, fresh) and About; without a content, for what is there."""
-        with tempfile.TemporaryDirectory(dir=self.store.folder, prefix=".upload-") as folder:
-            if isinstance(content, bytes):
+        with ExitStack() as stack:
+            if isinstance(content, bytes):  # for all else the disk may be full
+                folder = stack.enter_context(tempfile.TemporaryDirectory(dir=self.store.folder, prefix=".upload-"))
                 (path := Path(folder) / "upload.rkv").write_bytes(content)
                 content = path
             task = asyncio.create_task(

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from restorekv.compression.sampling import Decoding
 from restorekv.errors import RestoreKVError
 from restorekv.model.tokenize import check_unicode
+from restorekv.serve import fields
 
 WHERE = (
     "Put the document before the question, in the first user message: a file part, or a text part with "
@@ -69,6 +71,14 @@ class Part(Reference):
     prompt_cache_breakpoint: dict[str, Any] | None = None
     cache_control: dict[str, Any] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def take_fields(cls, given: Any) -> Any:
+        """Refuses fields that would be ignored; of parts that are of no kind of ours, `check_kind` speaks."""
+        if not isinstance(given, dict) or given.get("type") not in PARTS:
+            return given
+        return fields.take_known(given, cls.model_fields, fields.PART_IDLE, fields.PART_REFUSED, "messages.content.")
+
     @property
     def cached(self) -> bool:
         """Whether this text is a document."""
@@ -88,8 +98,16 @@ class Part(Reference):
 class Message(BaseModel):
     """Who says what; an assistant may have said nothing."""
 
+    model_config = fields.describe(fields.MESSAGE_IDLE, fields.MESSAGE_REFUSED)
+
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | list[Part] | None
+
+    @model_validator(mode="before")
+    @classmethod
+    def take_fields(cls, given: Any) -> Any:
+        """Refuses fields that would be ignored."""
+        return fields.take_known(given, cls.model_fields, fields.MESSAGE_IDLE, fields.MESSAGE_REFUSED, "messages.")
 
 
 class Format(BaseModel):
@@ -98,9 +116,21 @@ class Format(BaseModel):
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: dict[str, Any] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def take_fields(cls, given: Any) -> Any:
+        """Refuses fields that would be ignored."""
+        taken = fields.take_known(given, cls.model_fields, frozenset(), {}, "response_format.")
+        if isinstance(taken, dict) and taken.get("json_schema"):
+            place = "response_format.json_schema."
+            fields.take_known(taken["json_schema"], {"schema": None}, fields.FORMAT_IDLE, {}, place)
+        return taken
+
 
 class ChatRequest(BaseModel):
-    """What `/v1/chat/completions` takes; other fields of OpenAI's are ignored."""
+    """What `/v1/chat/completions` takes; fields.py says what becomes of OpenAI's other fields."""
+
+    model_config = fields.describe(fields.CHAT_IDLE, fields.CHAT_REFUSED)
 
     model: Text
     messages: list[Message] = Field(min_length=1, max_length=1000)
@@ -116,18 +146,42 @@ class ChatRequest(BaseModel):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: Format | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    tools: list[Any] | None = None
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, float] | None = Field(None, max_length=1024)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)  # vLLM's names, from here; -1 and 0 are all tokens
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+
+    @model_validator(mode="before")
+    @classmethod
+    def take_fields(cls, given: Any) -> Any:
+        """Refuses fields that would be ignored."""
+        taken = fields.take_known(given, cls.model_fields, fields.CHAT_IDLE, fields.CHAT_REFUSED)
+        if isinstance(taken, dict):
+            fields.take_known(
+                taken.get("stream_options"), dict.fromkeys(fields.STREAM), frozenset(), {}, "stream_options."
+            )
+        return taken
+
+    @model_validator(mode="after")
+    def check_likelihoods(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise fields.field_error("invalid_value", "top_logprobs", "needs logprobs: true; add it")
+        return self
 
     def decoding(self, seed: int) -> Decoding:
         """Returns how the answers are written, by default sampled at temperature 1, as OpenAI's are; `seed` unless
         the request has its own."""
-        if self.frequency_penalty or self.presence_penalty or self.tools:
-            raise RestoreKVError("frequency_penalty, presence_penalty and tools are not supported; leave them out.")
         options: dict[str, Any] = {"temperature": 1.0 if self.temperature is None else self.temperature}
         options |= {"top_p": self.top_p or 1.0, "samples": self.n or 1, "stop": self.stop or ()}
         options["seed"] = seed if self.seed is None else self.seed
+        options |= {"top_k": max(self.top_k or 0, 0), "min_p": self.min_p or 0.0}
+        options["repetition_penalty"] = self.repetition_penalty or 1.0
+        options["frequency_penalty"] = self.frequency_penalty or 0.0
+        options["presence_penalty"] = self.presence_penalty or 0.0
+        if self.logit_bias:
+            options["logit_bias"] = bias_of(self.logit_bias)
         if self.logprobs:
             options["logprobs"] = self.top_logprobs or 0
         form = self.response_format or Format()
@@ -142,6 +196,13 @@ class ChatRequest(BaseModel):
     def limit(self, most: int) -> int:
         """Returns the longest answer in tokens, at most `most`."""
         return min(self.max_completion_tokens or self.max_tokens or most, most)
+
+
+def bias_of(given: Mapping[str, float]) -> dict[int, float]:
+    """Returns `logit_bias` by token id, which JSON writes as a text."""
+    if not all(re.fullmatch(r"0|[1-9][0-9]{0,9}", name) for name in given):
+        raise RestoreKVError("logit_bias names tokens by their ids, such as {'50256': -100}; give numbers.")
+    return {int(name): value for name, value in given.items()}
 
 
 @dataclass(frozen=True)

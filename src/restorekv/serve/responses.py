@@ -9,15 +9,17 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from restorekv.errors import RestoreKVError
-from restorekv.serve import replies, schemas
+from restorekv.serve import fields, replies, schemas
 from restorekv.serve.engine import Reply
 from restorekv.serve.requests import ChatRequest, Message, Text
 from restorekv.serve.service import ApiError, Pending, Service
 
 REMEMBERED, LARGEST = 1000, 256 << 20  # answers whose turns are known, and bytes of all their messages
+
+FORMAT = {"type": None, "schema": None}  # fields of a format that have an effect
 
 
 class TextOptions(BaseModel):
@@ -25,9 +27,20 @@ class TextOptions(BaseModel):
 
     format: dict[str, Any] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def take_fields(cls, given: Any) -> Any:
+        """Refuses fields that would be ignored."""
+        taken = fields.take_known(given, cls.model_fields, frozenset(), fields.TEXT_REFUSED, "text.")
+        if isinstance(taken, dict) and taken.get("format"):
+            fields.take_known(taken["format"], FORMAT, fields.FORMAT_IDLE, {}, "text.format.")
+        return taken
+
 
 class ResponsesRequest(BaseModel):
-    """What `/v1/responses` takes; other fields of OpenAI's are ignored."""
+    """What `/v1/responses` takes; fields.py says what becomes of OpenAI's other fields."""
+
+    model_config = fields.describe(fields.RESPONSES_IDLE, fields.RESPONSES_REFUSED)
 
     model: Text
     input: Text | list[Message]
@@ -38,13 +51,20 @@ class ResponsesRequest(BaseModel):
     top_p: float | None = Field(None, gt=0, le=1)
     max_output_tokens: int | None = Field(None, ge=1)
     text: TextOptions | None = None
-    tools: list[Any] | None = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = Field(None, max_length=16)
+
+    @model_validator(mode="before")
+    @classmethod
+    def take_fields(cls, given: Any) -> Any:
+        """Refuses fields that would be ignored."""
+        return fields.take_known(given, cls.model_fields, fields.RESPONSES_IDLE, fields.RESPONSES_REFUSED)
 
     def chat(self, earlier: list[Message]) -> ChatRequest:
         """Returns the same question as a chat request, after earlier messages."""
         own = [Message(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         system = [Message(role="system", content=self.instructions)] if self.instructions else []
-        options = {name: getattr(self, name) for name in ("model", "stream", "temperature", "top_p", "tools")}
+        options = {name: getattr(self, name) for name in ("model", "stream", "temperature", "top_p")}
         if form := self.text and self.text.format:
             schema = {"schema": form["schema"]} if "schema" in form else None
             options["response_format"] = {"type": form.get("type", "text"), "json_schema": schema}
@@ -86,7 +106,8 @@ def add_responses(app: FastAPI, service: Service) -> None:
         pending = await service.asked(chat, "resp", limits[0])
 
         def done(reply: Reply) -> dict:
-            remembered.add(pending.about.id, chat.messages, reply.answers[0].text)
+            if asked.store is not False:
+                remembered.add(pending.about.id, chat.messages, reply.answers[0].text)
             return response(pending, asked, reply)
 
         if asked.stream:
@@ -153,6 +174,7 @@ def response(pending: Pending, asked: ResponsesRequest, reply: Reply | None = No
         "id": pending.about.id, "object": "response", "created_at": pending.about.created, "model": asked.model,
         "status": status, "output": output, "usage": usage, "error": None,
         "incomplete_details": short, "tools": [], "tool_choice": "auto",
-        "instructions": asked.instructions, "previous_response_id": asked.previous_response_id, "metadata": {},
+        "instructions": asked.instructions, "previous_response_id": asked.previous_response_id,
+        "metadata": asked.metadata or {},
         "parallel_tool_calls": False, "temperature": asked.temperature, "top_p": asked.top_p, **told,
     }  # fmt: skip

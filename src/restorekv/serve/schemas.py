@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 class Detail(BaseModel):
     message: str
     type: Literal["invalid_request_error", "server_error"]
-    param: None
+    param: str | None
     code: str | None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import logging
 import secrets
@@ -21,8 +20,17 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from restorekv.compression.answers import Growing
 from restorekv.errors import RestoreKVError
 from restorekv.serve import replies
-from restorekv.serve.documents import shown, text_of
-from restorekv.serve.engine import AwayError, BusyError, Document, Engine, Question, Reply, begin
+from restorekv.serve.documents import CACHE, TEXT, document_hash, kind_of, shown, text_of
+from restorekv.serve.engine import (
+    AwayError,
+    BusyError,
+    Document,
+    Engine,
+    Question,
+    Reply,
+    begin,
+    explain_lack,
+)
 from restorekv.serve.requests import Attached, ChatRequest, conversation
 from restorekv.serve.store import FAILED, PROCESSED, Store, Upload
 from restorekv.serve.variants import Variant
@@ -69,9 +77,10 @@ class Service:
         name = shown(file.filename or "file")
         try:
             made = await asyncio.to_thread(self.store.add, name, shown(purpose), file.file, seconds)
-        except (OSError, sqlite3.Error) as error:
-            why = getattr(error, "strerror", None) or error
-            raise ApiError(507, f"The server cannot store the file ({why}); its disk may be full.") from None
+        except (OSError, sqlite3.Error, RestoreKVError) as error:
+            if (lack := explain_lack(error)) is None:
+                raise
+            raise ApiError(lack[0], lack[1].replace("The server", "The server cannot store the file: it", 1)) from None
         self.begin(made)
         return made
 
@@ -96,7 +105,7 @@ class Service:
 
     def content(self, upload: Upload) -> str | Path:
         """Returns the text of an upload, or the path of a cache file, which is taken as it is."""
-        if upload.name.lower().endswith(".rkv"):
+        if kind_of(upload.name) == CACHE:
             return self.store.file(upload.id)
         return text_of(upload.name, self.store.content(upload.id))
 
@@ -122,7 +131,10 @@ class Service:
             reading = asyncio.get_running_loop().run_in_executor(READERS, text_of, value.name, value.content)
             kind, value = "text", await reading
         if kind == "text":
-            return await self.engine.document(hashlib.sha256(value.encode()).hexdigest(), variant, lambda: value)
+            text = value.lstrip("\ufeff")  # as files are read, whose byte order mark is no part of the text
+            digest = document_hash(TEXT)
+            digest.update(text.encode())
+            return await self.engine.document(digest.hexdigest(), variant, lambda: text)
         upload = self.found(value)
         if upload.status == FAILED:
             raise ApiError(400, f"The file {upload.id} could not be processed: {upload.problem}")
@@ -241,6 +253,8 @@ def event(content: dict) -> str:
 
 def problem_of(error: Exception) -> str:
     """Returns a sentence for an error; only ours are meant for users."""
+    if lack := explain_lack(error):
+        return lack[1].replace("try again", "upload it again")
     if isinstance(error, RestoreKVError):
         return str(error)
     LOG.error("unexpected error", exc_info=error)

@@ -3,37 +3,38 @@
 A file is written whole before its row, and a row goes before its file, so that sudden death leaves at most files
 without a row, which the next start removes. Caches are the least recently used first to go when the disk quota is full.
 With a shared folder, what is written here is written there too, and what is missing here is fetched from there.
+
+On a full disk, everything but uploads and new caches works: reading writes nothing, and a deletion goes through the
+index's own reserve, or else removes the file first, whose row the next start removes.
 """
 
 from __future__ import annotations
 
-import hashlib
+import errno
+import json
+import logging
+import os
 import re
 import secrets
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import BinaryIO
 
 from restorekv.errors import RestoreKVError
 from restorekv.files import check_not_link, replacing
-from restorekv.serve.documents import KINDS
+from restorekv.serve.documents import document_hash, kind_of
+from restorekv.serve.index import VERSION, Index, Statement
 from restorekv.serve.shared import Shared
 
-SCHEMA = """
-create table if not exists files (
-    id text primary key, sha256 text not null, name text not null, purpose text not null, bytes integer not null,
-    created integer not null, expires integer, status text not null, problem text not null default '');
-create table if not exists caches (
-    key text primary key, sha256 text not null, bytes integer not null, used real not null);
-create table if not exists pending (sha256 text not null, key text not null, primary key (sha256, key));
-"""  # pending is what the shared folder does not know yet: a new cache, or with an empty key, a document's deletion
+LOG = logging.getLogger("restorekv.serve")
 PERIOD = 60.0  # seconds between two looks at the shared folder
 UPLOADED, PROCESSED, FAILED = "uploaded", "processed", "error"
+FRESH = "(expires is null or expires > ?)"  # of an upload, with the time now
 PIECE = 1 << 20  # bytes
 OWN = re.compile(r"\.?(file-[0-9a-f]{24}|[0-9a-f]{32}\.rkv)(\..*\.tmp)?")  # names that this file makes
 
@@ -67,35 +68,58 @@ class Store:
             raise RestoreKVError(f"The store {folder} has files and no index; move the whole folder away.")
         for name in ("files", "caches", "damaged"):
             (folder / name).mkdir(parents=True, exist_ok=True)
-        for ending in ("", "-wal", "-shm"):
+        for ending in ("", "-journal", "-wal", "-shm"):
             check_not_link(folder / f"index.sqlite{ending}")
-        try:
-            self.rows = sqlite3.connect(folder / "index.sqlite", check_same_thread=False, isolation_level=None)
-            self.rows.execute("pragma journal_mode = wal")
-            self.rows.executescript(SCHEMA)
-        except sqlite3.DatabaseError as error:
-            raise RestoreKVError(
-                f"The store {folder} has a damaged index ({error}); move the whole folder away."
-            ) from None
+        self.index = Index(folder / "index.sqlite")
+        if self.index.made_by < VERSION:
+            self.rehash()
         self.tidy()
         if shared:
             threading.Thread(target=self.keep_up, name="restorekv-shared", daemon=True).start()
 
+    def rehash(self) -> None:
+        """Names every upload of an older version's store anew, and forgets its caches, which are made again.
+
+        That version gave one name to a text that began with "html" and to a page, so that nothing tells of which of
+        the two a cache was made.
+        """
+        changes: list[Statement] = [("delete from caches", ()), ("delete from pending where key <> ''", ())]
+        uploads = self.index.read("select id, name from files")
+        for own, name in uploads:
+            with suppress(FileNotFoundError):
+                sha256 = self.hash_upload(own, name)
+                status = "case status when ? then ? else status end", (PROCESSED, UPLOADED)
+                changes.append((f"update files set sha256 = ?, status = {status[0]} where id = ?",
+                                (sha256, *status[1], own)))  # fmt: skip
+        changes.append((f"pragma user_version = {VERSION}", ()))
+        self.index.change(*changes, late=True)
+        why = "an older version made the store; its uploads are compressed again, and its caches are removed"
+        LOG.warning(json.dumps({"store": str(self.folder), "uploads": len(uploads), "problem": why}))
+
+    def hash_upload(self, own: str, name: str) -> str:
+        """Returns the SHA-256 that names the content of an upload."""
+        digest = document_hash(kind_of(name))
+        with self.file(own).open("rb") as file:
+            while piece := file.read(PIECE):
+                digest.update(piece)
+        return digest.hexdigest()
+
     def tidy(self) -> None:
         """Removes files without a row and rows without a file, which sudden death leaves."""
         with self.lock:
-            known = {row[0] for row in self.rows.execute("select id from files")}
-            kept = {row[0] for row in self.rows.execute("select key from caches")}
+            known = {row[0] for row in self.index.read("select id from files")}
+            kept = {row[0] for row in self.index.read("select key from caches")}
             wanted = {self.file(name) for name in known} | {self.cache(key) for key in kept}
             for path in [*self.folder.glob("files/*"), *self.folder.glob("caches/*")]:
                 if path not in wanted and is_own(path):
-                    path.unlink(missing_ok=True)
+                    with suppress(OSError):  # such as of a disk that can only be read
+                        path.unlink(missing_ok=True)
             for name in known:
                 if not self.file(name).exists():
-                    self.rows.execute("delete from files where id = ?", (name,))
+                    self.delete(name)
             for key in kept:
                 if not self.cache(key).exists():
-                    self.rows.execute("delete from caches where key = ?", (key,))
+                    self.index.change(("delete from caches where key = ?", (key,)), late=True)
 
     def file(self, name: str) -> Path:
         return self.folder / "files" / name
@@ -103,13 +127,23 @@ class Store:
     def cache(self, key: str) -> Path:
         return self.folder / "caches" / f"{key}.rkv"
 
+    def check_writable(self) -> None:
+        """Raises OSError where the folder can only be read."""
+        for name in ("files", "caches"):
+            if not os.access(self.folder / name, os.W_OK):
+                number = errno.EROFS if is_read_only(self.folder) else errno.EACCES
+                raise OSError(number, os.strerror(number))
+
     def add(self, name: str, purpose: str, content: BinaryIO, seconds: int | None = None) -> Upload:
         """Stores an upload, a piece at a time; it expires after so many seconds, if given.
 
-        Its SHA-256 is that of its content, behind how the content is read, where it is not as plain text.
+        Raises OSError, sqlite3.Error or RestoreKVError where the disk does not take it.
         """
-        own, created, size = f"file-{secrets.token_hex(12)}", int(time.time()), 0
-        digest = hashlib.sha256(({".rkv": "rkv"} | KINDS).get(PurePath(name).suffix.lower(), "").encode())
+        self.check_writable()
+        own = f"file-{secrets.token_hex(12)}"
+        created = int(time.time())
+        size = 0
+        digest = document_hash(kind_of(name))
         with replacing(self.file(own), follow=False) as temporary, temporary.open("wb") as file:
             while piece := content.read(PIECE):
                 digest.update(piece)
@@ -119,7 +153,7 @@ class Store:
         )
         try:
             with self.lock:
-                self.rows.execute(f"insert into files values ({', '.join('?' * 9)})", tuple(vars(made).values()))
+                self.index.change((f"insert into files values ({', '.join('?' * 9)})", tuple(vars(made).values())))
         except sqlite3.Error:
             self.file(own).unlink()
             raise
@@ -129,14 +163,16 @@ class Store:
         """Returns an upload that has not expired."""
         with self.lock:
             self.expire()
-            row = self.rows.execute("select * from files where id = ?", (name,)).fetchone()
-        return Upload(*row) if row else None
+            rows = self.index.read(f"select * from files where id = ? and {FRESH}", (name, int(time.time())))
+        return Upload(*rows[0]) if rows else None
 
     def list(self) -> list[Upload]:
         """Returns all uploads, the newest first."""
         with self.lock:
             self.expire()
-            return [Upload(*row) for row in self.rows.execute("select * from files order by created desc, rowid desc")]
+            order = "order by created desc, rowid desc"
+            rows = self.index.read(f"select * from files where {FRESH} {order}", (int(time.time()),))
+        return [Upload(*row) for row in rows]
 
     def content(self, name: str) -> bytes:
         """Returns what was uploaded."""
@@ -149,43 +185,55 @@ class Store:
         """Records how processing an upload ended; of one that was deleted meanwhile, no cache stays."""
         with self.lock:
             change = "update files set status = ?, problem = ? where id = ?"
-            self.rows.execute(change, (status, problem, upload.id))
+            self.index.change((change, (status, problem, upload.id)), late=True)
             self.is_here(upload)
 
     def is_here(self, upload: Upload) -> bool:
         """Returns whether an upload was not deleted; of one that was, no cache stays."""
         with self.lock:
-            here = self.rows.execute("select 1 from files where id = ?", (upload.id,)).fetchone()
+            here = self.index.read("select 1 from files where id = ?", (upload.id,))
             if not here:
                 self.drop_unused(upload.sha256)
             return bool(here)
 
     def delete(self, name: str) -> bool:
-        """Removes an upload, and the caches that only it needs; returns whether it was there."""
+        """Removes an upload, and the caches that only it needs; returns whether it was there.
+
+        Raises OSError where the disk can only be read.
+        """
         with self.lock:
-            row = self.rows.execute("select sha256 from files where id = ?", (name,)).fetchone()
-            if not row:
+            rows = self.index.read("select sha256 from files where id = ?", (name,))
+            if not rows:
                 return False
-            self.rows.execute("delete from files where id = ?", (name,))
+            change = "delete from files where id = ?", (name,)
+            try:
+                self.index.change(change)
+            except sqlite3.Error:
+                # The disk has no room even for this, so that the file goes first. If the row is still on disk at the
+                # next start, `tidy` deletes the upload again.
+                self.file(name).unlink(missing_ok=True)
+                self.index.change(change, late=True)
             self.file(name).unlink(missing_ok=True)
-            self.drop_unused(row[0])
+            self.drop_unused(rows[0][0])
             return True
 
     def drop_unused(self, sha256: str) -> None:
         """Removes the caches of a content that no upload has, here and in the shared folder."""
-        if not self.rows.execute("select 1 from files where sha256 = ?", (sha256,)).fetchone():
-            for (key,) in self.rows.execute("select key from caches where sha256 = ?", (sha256,)).fetchall():
-                self.drop(key)
-            self.on_delete(sha256)
-            if self.shared:
-                self.rows.execute("delete from pending where sha256 = ?", (sha256,))
-                self.rows.execute("insert into pending values (?, '')", (sha256,))
-                self.news.set()
+        if self.index.read("select 1 from files where sha256 = ?", (sha256,)):
+            return
+        self.drop(*(row[0] for row in self.index.read("select key from caches where sha256 = ?", (sha256,))))
+        self.on_delete(sha256)
+        if self.shared:
+            forget = "delete from pending where sha256 = ?", (sha256,)
+            self.index.change(forget, ("insert into pending values (?, '')", (sha256,)), late=True)
+            self.news.set()
 
     def expire(self) -> None:
+        """Deletes the uploads whose time is over; one that the disk keeps is hidden all the same."""
         now = int(time.time())
-        for (name,) in self.rows.execute("select id from files where expires <= ?", (now,)).fetchall():
-            self.delete(name)
+        for (name,) in self.index.read("select id from files where expires <= ?", (now,)):
+            with suppress(OSError):
+                self.delete(name)
 
     @contextmanager
     def writing(self, key: str, sha256: str) -> Iterator[Path]:
@@ -194,21 +242,22 @@ class Store:
         self.keep(key, sha256)
         if self.shared:
             with self.lock:
-                self.rows.execute("delete from pending where sha256 = ? and key = ''", (sha256,))
-                self.rows.execute("insert or ignore into pending values (?, ?)", (sha256, key))
+                settled = "delete from pending where sha256 = ? and key = ''", (sha256,)
+                self.index.change(settled, ("insert or ignore into pending values (?, ?)", (sha256, key)), late=True)
             self.tell(sha256, key)
 
     def keep(self, key: str, sha256: str) -> None:
         """Takes a cache that was written into the index."""
         size = self.cache(key).stat().st_size
         with self.lock:
-            self.rows.execute("insert or replace into caches values (?, ?, ?, ?)", (key, sha256, size, time.time()))
+            row = key, sha256, size, time.time()
+            self.index.change(("insert or replace into caches values (?, ?, ?, ?)", row), late=True)
             self.make_room(key)
 
     def has(self, key: str) -> bool:
         """Returns whether a cache is here, whatever the shared folder has."""
         with self.lock:
-            return bool(self.rows.execute("select 1 from caches where key = ?", (key,)).fetchone())
+            return bool(self.index.read("select 1 from caches where key = ?", (key,)))
 
     def find(self, key: str, sha256: str) -> Path | None:
         """Returns the file of a cache, which may have to be fetched."""
@@ -217,9 +266,7 @@ class Store:
     def here(self, key: str) -> Path | None:
         """Returns the file of a cache that is here, and notes that it was used."""
         with self.lock:
-            if not self.rows.execute("update caches set used = ? where key = ?", (time.time(), key)).rowcount:
-                return None
-            return self.cache(key)
+            return self.cache(key) if self.index.touch(key, time.time()) else None
 
     def fetch(self, key: str, sha256: str) -> bool:
         """Copies a cache from the shared folder, if it has one that is not here yet; returns whether it is here."""
@@ -232,39 +279,43 @@ class Store:
     def set_aside(self, key: str, sha256: str) -> None:
         """Moves a damaged cache away, where it was fetched from as well; it is made again when it is needed."""
         with self.lock:
-            self.rows.execute("delete from caches where key = ?", (key,))
+            self.index.change(("delete from caches where key = ?", (key,)), late=True)
             if self.cache(key).exists():
-                self.cache(key).replace(self.folder / "damaged" / f"{key}.rkv")
+                with suppress(OSError):  # a disk that can only be read; the file is not in the index any more
+                    self.cache(key).replace(self.folder / "damaged" / f"{key}.rkv")
         if key in self.fetched:
             self.fetched.discard(key)
             self.shared.set_aside(sha256, key)
 
     def make_room(self, newest: str) -> None:
         """Drops the caches that were used least recently, until the quota holds; never the newest."""
-        total = self.rows.execute("select coalesce(sum(bytes), 0) from caches").fetchone()[0]
-        for key, size in self.rows.execute("select key, bytes from caches order by used").fetchall():
+        total = self.index.read("select coalesce(sum(bytes), 0) from caches")[0][0]
+        for key, size in self.index.read("select key, bytes from caches order by used"):
             if total <= self.disk or key == newest:
                 continue
             self.drop(key)
             total -= size
 
-    def drop(self, key: str) -> None:
-        self.rows.execute("delete from caches where key = ?", (key,))
-        self.cache(key).unlink(missing_ok=True)
-        self.on_drop(key)
+    def drop(self, *keys: str) -> None:
+        """Removes caches."""
+        if keys:
+            self.index.change(*(("delete from caches where key = ?", (key,)) for key in keys), late=True)
+        for key in keys:
+            self.cache(key).unlink(missing_ok=True)
+            self.on_drop(key)
 
     def tell(self, sha256: str, key: str) -> None:
         """Tells the shared folder what is pending, unless that has been settled meanwhile."""
         with self.telling:
             with self.lock:
                 row = "from pending where sha256 = ? and key = ?", (sha256, key)
-                if self.closed or not self.rows.execute(f"select 1 {row[0]}", row[1]).fetchone():
+                if self.closed or not self.index.read(f"select 1 {row[0]}", row[1]):
                     return
             gone = key and not self.cache(key).exists()
             if gone or (self.shared.put(self.cache(key), sha256, key) if key else self.shared.remove(sha256)):
                 with self.lock:
                     if not self.closed:
-                        self.rows.execute(f"delete {row[0]}", row[1])
+                        self.index.change((f"delete {row[0]}", row[1]), late=True)
 
     def keep_up(self) -> None:
         """Runs in a thread: looks at the shared folder now and then."""
@@ -276,15 +327,15 @@ class Store:
     def catch_up(self) -> None:
         """Tells the shared folder what it could not be told, and drops what was deleted there, unless it is ours."""
         with self.lock:
-            pending = [] if self.closed else self.rows.execute("select * from pending").fetchall()
+            pending = [] if self.closed else self.index.read("select * from pending")
         for sha256, key in pending:
             self.tell(sha256, key)
         removed = self.shared.removed() or {}
         with self.lock:
             if self.closed:
                 return
-            own = {row[0] for row in self.rows.execute("select sha256 from files")}
-            for key, sha256 in self.rows.execute("select key, sha256 from caches").fetchall():
+            own = {row[0] for row in self.index.read("select sha256 from files")}
+            for key, sha256 in self.index.read("select key, sha256 from caches"):
                 gone = sha256 in removed and sha256 not in own
                 if gone and self.cache(key).exists() and self.cache(key).stat().st_mtime_ns < removed[sha256]:
                     self.drop(key)
@@ -294,9 +345,16 @@ class Store:
         with self.lock:
             self.closed = True
             self.news.set()
-            self.rows.close()
+            self.index.close()
 
 
 def is_own(path: Path) -> bool:
     """Returns whether a file has a name that the store gives; the folder may hold a user's own files, too."""
     return bool(OWN.fullmatch(path.name))
+
+
+def is_read_only(folder: Path) -> bool:
+    """Returns whether the file system of a folder is mounted read-only."""
+    if not hasattr(os, "statvfs"):
+        return False
+    return bool(os.statvfs(folder).f_flag & os.ST_RDONLY)

@@ -33,6 +33,7 @@ from restorekv.model.load import model_fingerprint
 from restorekv.model.prompt import Context, default_between, fit, make_context
 from restorekv.model.shape import CacheShape
 from restorekv.serve.caches import Asked, Caches
+from restorekv.serve.documents import told_to_clients
 from restorekv.serve.engine import Content, Document, Question, Reply, admit, until_left
 from restorekv.serve.portables import Portables
 from restorekv.serve.store import Store
@@ -130,7 +131,8 @@ class Vllm(Caches):
             text = content()
             if isinstance(text, Path):
                 return None
-            known, _ = fit(self.model, make_context(self.tokenizer, text, default_between(self.tokenizer)))
+            with told_to_clients():
+                known, _ = fit(self.model, make_context(self.tokenizer, text, default_between(self.tokenizer)))
             self.whole[sha256] = known
             while len(self.whole) > READ:
                 self.whole.popitem(last=False)
@@ -181,8 +183,9 @@ class Vllm(Caches):
     def asked(self, question: Question) -> AskedThere:
         """Returns a question with the ids of its documents, whose file then stays until the answer is there."""
         started, decoding, documents = time.perf_counter(), question.decoding, question.documents
-        if any(getattr(decoding, name) != getattr(Decoding(), name) for name in UNSUPPORTED):
-            raise RestoreKVError(f"The engine vllm has no {', '.join(UNSUPPORTED)}; leave them out.")
+        lacking = [name for name in UNSUPPORTED if getattr(decoding, name) != getattr(Decoding(), name)]
+        if lacking:
+            raise RestoreKVError(f"The engine vllm has no {', '.join(lacking)}; leave it out.")
         held = [self.context(each) for each in documents if not isinstance(each, Whole)]
         if held and len(held) < len(documents):
             raise RestoreKVError("A .rkv file cannot stand beside documents in the full cache; choose a method.")
@@ -239,6 +242,11 @@ def sampling(decoding: Decoding, limit: int, stops: set[int]) -> dict[str, Any]:
            "stop_token_ids": sorted(stops), "ignore_eos": True, "skip_special_tokens": False}  # fmt: skip
     if decoding.temperature:
         how["seed"] = decoding.seed
+    for name in ("frequency_penalty", "presence_penalty"):
+        if value := getattr(decoding, name):
+            how[name] = float(value)
+    if decoding.logit_bias:
+        how["logit_bias"] = {token: float(bias) for token, bias in decoding.logit_bias.items()}
     if decoding.stop:
         how["stop"] = list(decoding.stop)
     if decoding.logprobs is not None:

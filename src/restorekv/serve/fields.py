@@ -1,0 +1,118 @@
+"""Which fields of OpenAI's requests have an effect here, which change no answer, and which are refused.
+
+A field that the request's class has is honored. All others are in one of the two tables below, or unknown, which is
+refused as well: a server that ignores what it was asked for gives wrong answers without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ConfigDict
+from pydantic_core import PydanticCustomError
+
+TOOLS = "this server has no tools"
+REASONING = "the models here do not reason first"
+Refused = Mapping[
+    str, tuple[tuple[Any, ...], str]
+]  # values that ask for nothing, besides null, and why others cannot be
+
+IDLE_ALWAYS = frozenset({
+    "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+    "safety_identifier", "service_tier", "user",
+})  # fmt: skip
+REFUSED_ALWAYS: Refused = {
+    "moderation": ((), "this server moderates nothing"),
+    "tool_choice": (("none", "auto"), TOOLS),
+    "tools": (([],), TOOLS),
+}
+
+CHAT_IDLE = IDLE_ALWAYS | {"prediction", "store"}
+CHAT_REFUSED: Refused = {
+    **REFUSED_ALWAYS,
+    "audio": ((), "answers are text"),
+    "function_call": (("none", "auto"), TOOLS),
+    "functions": (([],), TOOLS),
+    "modalities": ((["text"],), "answers are text"),
+    "reasoning_effort": (("none",), REASONING),
+    "verbosity": (("medium",), "ask for short or long answers in words"),
+    "web_search_options": ((), TOOLS),
+}
+
+RESPONSES_IDLE = (IDLE_ALWAYS - {"metadata"}) | {"max_tool_calls", "stream_options"}
+RESPONSES_REFUSED: Refused = {
+    **REFUSED_ALWAYS,
+    "access_programs": (([],), TOOLS),
+    "background": ((False,), "an answer is written while its request waits"),
+    "background_options": ((), "an answer is written while its request waits"),
+    "context_management": (([],), "a conversation is read as a whole"),
+    "conversation": ((), "name the last answer as previous_response_id"),
+    "image": ((), "answers are text"),
+    "include": (([], ["reasoning.encrypted_content"]), "answers have no more than their text"),
+    "prompt": ((), "this server keeps no prompts"),
+    "reasoning": (({}, {"effort": None}, {"effort": "none"}), REASONING),
+    "top_logprobs": ((0,), "ask for them at /v1/chat/completions"),
+    "truncation": (("disabled",), "a conversation is read as a whole"),
+}
+
+TEXT_REFUSED: Refused = {"verbosity": CHAT_REFUSED["verbosity"]}
+MESSAGE_IDLE = frozenset({"annotations", "id", "name", "phase", "refusal", "status", "type"})
+MESSAGE_REFUSED: Refused = {
+    "audio": ((), "messages are text and files"),
+    "function_call": ((), TOOLS),
+    "reasoning": ((), REASONING),
+    "tool_call_id": ((), TOOLS),
+    "tool_calls": (([],), TOOLS),
+}
+PART_IDLE = frozenset({"annotations", "detail", "id", "index", "logprobs"})
+PART_REFUSED: Refused = {
+    "file_url": ((), "this server fetches nothing; upload the file"),
+}
+FORMAT_IDLE = frozenset({"description", "name", "strict"})  # of a schema: every answer follows it strictly
+STREAM = frozenset({"include_usage", "include_obfuscation"})
+
+
+def take_known(
+    given: Any, honored: Mapping[str, object], idle: frozenset[str], refused: Refused, place: str = ""
+) -> Any:
+    """Returns an object of a request without the fields that have no effect; raises PydanticCustomError.
+
+    Args:
+        given: what the request holds; anything but an object is returned as it is.
+        honored: the fields that have an effect.
+        idle: those that may have any value, since none changes an answer.
+        refused: those that may only ask for nothing.
+        place: where the object is in the request, such as "messages."; for the sentence.
+    """
+    if not isinstance(given, dict):
+        return given
+    taken = {}
+    for name, value in given.items():
+        if name in honored:
+            taken[name] = value
+        elif name in refused:
+            nothing, why = refused[name]
+            if value is not None and not any(type(value) is type(each) and value == each for each in nothing):
+                raise field_error("unsupported_parameter", place + name, f"is not supported, since {why}; leave it out")
+        elif name not in idle:
+            raise field_error("unknown_parameter", place + name, "is not a field of this request; leave it out")
+    return taken
+
+
+def describe(idle: frozenset[str], refused: Refused) -> ConfigDict:
+    """Returns the setting of a request's class with which its description lists these fields, and allows no others."""
+
+    def extend(schema: dict[str, Any]) -> None:
+        schema["additionalProperties"] = False
+        for name in idle:
+            schema["properties"].setdefault(name, {})
+        for name, (nothing, _) in refused.items():
+            schema["properties"][name] = {"enum": [None, *nothing]}
+
+    return ConfigDict(json_schema_extra=extend)
+
+
+def field_error(code: str, name: str, why: str) -> PydanticCustomError:
+    """Returns an error that `malformed` in app.py turns into an answer that names the field."""
+    return PydanticCustomError(code, "{param} {why}", {"param": name[:120], "why": why})

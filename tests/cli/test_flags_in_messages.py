@@ -1,0 +1,82 @@
+"""A sentence that advises a flag advises one that exists, and a server's sentence one that `serve` has."""
+
+import ast
+import re
+from functools import cache
+
+from restorekv.cli import COMMANDS, load
+from tests.test_layers import FILES, MODULES, imported, name_of
+
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
+FOREIGN = {  # flags of other programs, in the sentences that say how to call them
+    "--merge": "llama-gguf-split", "--no-deps": "pip", "--use_fsdp": "accelerate", "--kv-transfer-config": "vllm serve",
+    "--page": "benchmarks",
+}  # fmt: skip
+ELSEWHERE = {  # sentences of the library that the server's own ones replace, or that it never reaches
+    "--max-context": "told_to_clients in serve/documents.py",
+    "--yarn": "told_to_clients in serve/documents.py",
+    "--on-small-budget": "Variant.options asks for fewer restore tokens",
+    "--json": "publishing an adapter, which no server does",
+    "--nested": "a warning about an adapter, in the log",
+}
+TREES = {name_of(path): ast.parse(path.read_text()) for path in FILES}
+
+
+def texts_of(tree: ast.Module) -> list[str]:
+    """The strings of a file that are not docstrings."""
+    documented = [each for each in ast.walk(tree) if isinstance(each, ast.Module | ast.ClassDef | ast.FunctionDef)]
+    docstrings = {id(each.body[0].value) for each in documented if each.body and isinstance(each.body[0], ast.Expr)}
+    constants = [each for each in ast.walk(tree) if isinstance(each, ast.Constant) and id(each) not in docstrings]
+    return [each.value for each in constants if isinstance(each.value, str)]
+
+
+def flags_in(module: str) -> set[str]:
+    return {flag for text in texts_of(TREES[module]) for flag in FLAG.findall(text)}
+
+
+@cache
+def flags_of(command: str) -> frozenset[str]:
+    """The flags of a command and of the commands below it."""
+    found, below = set(), [load(*COMMANDS[command][:2], command)]
+    while below:
+        each = below.pop()
+        found |= {flag for parameter in each.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+        below += getattr(each, "commands", {}).values()
+    return frozenset(found | {"--help"})
+
+
+def reached(start: list[str]) -> set[str]:
+    """The modules that some modules import, directly or not."""
+    found, left = set(), list(start)
+    while left:
+        module = left.pop()
+        if module in TREES and module not in found:
+            found.add(module)
+            left += imported(TREES[module])
+    return found
+
+
+def test_every_flag_in_a_message_exists():
+    known = {flag for command in COMMANDS for flag in flags_of(command)} | set(FOREIGN)
+    modules = [module for module in TREES if module.startswith("restorekv.")]
+    # Tables of old spellings and of markers are no advice.
+    strange = {(module, flag) for module in modules for flag in flags_in(module) if flag not in known}
+    strange -= {("restorekv.data.config", "--licences"), ("restorekv.restore.publish", "--higokri")}
+    assert not {each for each in strange if each[1] != "--version"}, "name a flag of a command, or of FOREIGN"
+    assert len({flag for module in modules for flag in flags_in(module)}) > 30, "it looks at something"
+
+
+def test_every_flag_in_a_message_of_the_server_is_one_of_serves():
+    servers = [module for module in MODULES if module.startswith("restorekv.serve.")]
+    modules = {each for each in reached([*servers, "restorekv.cli.serve"])} - {"restorekv.cli", "restorekv.cli.options"}
+    assert {"restorekv.model.prompt", "restorekv.compression.budget"} <= modules
+    known = {*flags_of("serve"), *FOREIGN, *ELSEWHERE}
+    assert not {(module, flag) for module in modules for flag in flags_in(module) if flag not in known}
+    own = {flag for module in servers for flag in flags_in(module)}
+    assert own and own <= {*flags_of("serve"), *FOREIGN}, "its own sentences advise no other command's"
+
+
+def test_the_flags_elsewhere_are_said_there():
+    for flag in ELSEWHERE:
+        assert any(flag in flags_in(module) for module in TREES), f"{flag} is said no more"
+        assert flag not in flags_of("serve")
