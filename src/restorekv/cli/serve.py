@@ -70,6 +70,7 @@ def run(
         notes.print(f"Serving {settings.default} at {address}/v1\nThe page is at {address}/", highlight=False)
         server.serve(app, settings)
         notes.print(f"Stopped; the documents stay in {store}.", highlight=False)
+        server.leave(app)
 
 
 def loaded_server(host: str, keys: tuple[str, ...]) -> ModuleType:

@@ -17,7 +17,7 @@ from starlette.routing import Match
 from restorekv.errors import RestoreKVError
 from restorekv.serve import replies, schemas
 from restorekv.serve.engine import FULL, AwayError, BusyError, passing
-from restorekv.serve.guard import AROUND, Guard, problem
+from restorekv.serve.guard import AROUND, Ending, Guard, problem
 from restorekv.serve.page import PATHS, add_page
 from restorekv.serve.requests import ChatRequest
 from restorekv.serve.responses import add_responses
@@ -32,7 +32,10 @@ BYTES, FIGURES = "application/octet-stream", "text/plain; version=0.0.4"
 def make_app(service: Service, keys: list[str], ready: Callable[[], bool], lifespan: Callable | None = None) -> FastAPI:
     """Returns the application; with `keys`, every path but health and the page's files needs one of them."""
     app = FastAPI(title="restorekv", docs_url=None, redoc_url=None, lifespan=lifespan, responses=schemas.PROBLEMS)
-    app.add_middleware(Guard, keys=keys, largest=service.limits.upload + AROUND, open_paths=OPEN)
+    app.state.service, app.state.ending = service, Ending()
+    app.add_middleware(
+        Guard, keys=keys, largest=service.limits.upload + AROUND, open_paths=OPEN, ending=app.state.ending
+    )
     add_errors(app, service)
     add_routes(app, service, ready)
     add_files(app, service)
