@@ -100,11 +100,6 @@ class Caches:
         self.orders.put(None)
         self.compressing.join(JOIN)
 
-    @property
-    def computing(self) -> bool:
-        """See `Engine`."""
-        return self.compressing.is_alive()
-
     def key(self, sha256: str, variant: Variant) -> str:
         """See `Engine`."""
         return key_of(sha256, variant, self.made_with)

@@ -94,11 +94,6 @@ class Embedded(Caches):
             for hook in self.hooks:
                 hook.remove()
 
-    @property
-    def computing(self) -> bool:
-        """See `Engine`."""
-        return super().computing or self.answering.is_alive()
-
     def give_way(self, *_: object) -> None:
         """Lets a token be written first; breaks a compression off where the server ends."""
         if threading.current_thread() is self.compressing:

@@ -96,7 +96,6 @@ class Engine(Protocol):
     tokenizer: Tokenizer
     stops: set[int]  # ids that end an answer
     farewell: float  # seconds that it needs to end after all requests have, beyond a moment
-    computing: bool  # a thread of it still computes, after `close`
 
     def start(self) -> None: ...
 

@@ -50,7 +50,6 @@ class RayEngine:
     """Sends documents and questions to replicas through a handle; at most `waiting` questions are on their way."""
 
     farewell = FAREWELL
-    computing = False
 
     def __init__(self, handle: Any, waiting: int) -> None:
         self.handle, self.waiting = handle, waiting

@@ -106,7 +106,7 @@ def application_of(engine: Engine, store: Store, settings: Settings, check: Call
 
     app = make_app(service, list(settings.keys), lambda: state["ready"] and not service.ending, lifespan)
     app.state.problem = None  # why it could not start
-    app.state.exit_code = 0
+    app.state.exit_code = None  # once a signal has come
     return app
 
 
@@ -183,8 +183,11 @@ def serve(app: FastAPI, settings: Settings) -> None:
 
 
 def leave(app: FastAPI) -> None:
-    """Ends the process where a thread still computes, which Python could not end in order."""
-    if app.state.service.engine.computing:
+    """Ends the process after a signal without waiting for threads, of which one may still compute.
+
+    Everything is closed by now. An engine with a farewell has processes that end in their own way.
+    """
+    if app.state.exit_code is not None and not app.state.service.engine.farewell:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(app.state.exit_code)
