@@ -163,8 +163,9 @@ class Server(uvicorn.Server):
             await asyncio.wait(list(left.requests), timeout=CLOSING)
         left.break_off()
         await asyncio.sleep(0.2)
-        for connection in list(self.server_state.connections):  # whose clients read nothing
-            connection.transport.abort()
+        for connection in list(self.server_state.connections):
+            if connection.transport.get_write_buffer_size():  # whose client reads nothing
+                connection.transport.abort()
 
 
 def serve(app: FastAPI, settings: Settings) -> None:
