@@ -58,10 +58,11 @@ class Guard:
     """
 
     def __init__(
-        self, app: ASGIApp, keys: Sequence[str], largest: int, open_paths: Sequence[str], ending: Ending
+        self, app: ASGIApp, keys: Sequence[str], largest: int, open_paths: Sequence[str],
+        ending: Ending | None = None,
     ) -> None:
         self.app, self.keys, self.largest, self.open_paths = app, keys, largest, open_paths
-        self.ending = ending
+        self.ending = ending or Ending()
         self.held = 0  # bytes in memory of all bodies that are being read or answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
