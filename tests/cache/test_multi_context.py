@@ -68,10 +68,13 @@ def test_a_pass_sees_every_row_that_still_runs_and_no_other(made, tiny_tokenizer
     model = made[0].model
     prompts = [question_ids(tiny_tokenizer, each.context, "Which code?")[0] for each in made]
     sizes = []
-    hook = model.register_forward_pre_hook(lambda _, __, given: sizes.append(len(given["input_ids"])), with_kwargs=True)
+    hook = model.register_forward_pre_hook(
+        lambda _, __, given: sizes.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
     with hook:
         greedy(model, [each.cache for each in made], prompts, [4, 2, 1], set())
-    assert sizes == [3, 2, 1, 1]
+    longest = max(len(prompt) for prompt in prompts)
+    assert sizes == [3 * longest, 2, 1, 1]
 
 
 def test_one_cache_is_forked_and_several_are_joined(made):

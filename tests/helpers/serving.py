@@ -11,7 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from restorekv import compress
-from restorekv.serve.run import HTTP, Settings, application
+from restorekv.serve.run import HTTP, Server, Settings, application
 
 TEXT = "The code of the red house is seven. The blue house has a green door, and nobody lives there. " * 4
 OTHER = "The green house belongs to the miller, who has two dogs and a cat that sleeps all day long. " * 4
@@ -29,7 +29,7 @@ def serving(model, tokenizer, folder: Path, **settings: object) -> Iterator[str]
 @contextlib.contextmanager
 def listening(app: FastAPI) -> Iterator[str]:
     """The address of a server in a thread of this process."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", **HTTP))
+    server = Server(uvicorn.Config(app, port=0, log_level="error", **HTTP), app)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

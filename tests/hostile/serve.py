@@ -1,14 +1,22 @@
-"""The campaign of the server: `python -m tests.hostile.serve --questions 1000`, and `--kills 25` for sudden death.
+"""The campaign of the server: `python -m tests.hostile.serve --questions 1000`, `--kills 25` for sudden death,
+`--mixed 300` for questions of all kinds that come and leave at any time, `--ends 10` for Ctrl-C in the middle.
 
 A real process serves the tiny model. Many clients ask many documents, and every answer is compared with the library's
 own; then the server is killed again and again while it takes uploads, compresses and answers, and what it said was
 processed must be there and answer as before. With `--disks 10`, its disk, where its log is as well, is full to the last
 byte while it runs, and when it starts again: reading, asking and deleting go on, and all else is a 507 with a sentence.
 Then the disk can only be read. That needs the right to mount.
+
+Mixed: streams run all the time; short, long and sampled questions join them, some clients leave, and every text is
+the library's own, as far as it was read. No question may wait more than MOST_STEPS steps for its first token, its own
+reading aside; the server counts them. Ends: SIGINT or SIGTERM while streams, whole answers and uploads are under way;
+streams end with an error event or their answer, whole requests with 503 as JSON or their answer, the process with its
+usual code, and stderr has no traceback.
 """
 
 import argparse
 import asyncio
+import json
 import os
 import random
 import signal
@@ -21,13 +29,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import httpx2 as httpx
 import openai
 import torch
 
 from restorekv import compress, load_model
 from tests.hostile.kill import disk, may_mount
 
-MODEL, SLOWEST = "tiny:best-0.2", 180
+MODEL, SLOWEST = "tiny:best-0.2", 600
+MOST_STEPS = 3
+SLOWEST_END = 60  # seconds, on a machine that does much else; the figure that counts is printed
 TEXT = "The {0} house belongs to number {0}. The code of the {0} house is {1}. "
 
 
@@ -48,9 +59,10 @@ class Server:
             self.port = free.getsockname()[1]
         command = [sys.executable, "-m", "restorekv", "serve", "--model", model, "--preset", "best", "--ratio", "0.2"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
             [*command, "--store", str(folder), "--port", str(self.port), *flags], env=environment,
-            stdout=log, stderr=log,
+            stdout=log, stderr=self.errors if log == subprocess.DEVNULL else log,
         )  # fmt: skip
 
     def client(self, kind: type = openai.OpenAI, retries: int = 0) -> openai.OpenAI:
@@ -68,6 +80,16 @@ class Server:
                     raise RuntimeError(f"the server ended with {self.process.returncode}") from None
                 time.sleep(0.2)
         raise RuntimeError("the server does not come up")
+
+    def figure(self, name: str) -> float:
+        """One of the server's metrics."""
+        lines = self.client().get("/../metrics", cast_to=str).splitlines()
+        return float(next(line.split()[1] for line in lines if line.startswith(f"restorekv_{name} ")))
+
+    def said(self) -> str:
+        """What it wrote to stderr."""
+        self.errors.seek(0)
+        return self.errors.read().decode(errors="replace")
 
     def stop(self, how: int = signal.SIGTERM) -> int:
         self.process.send_signal(how)
@@ -284,9 +306,148 @@ def disks(place: Path, count: int, seed: int) -> int:
     return wrong
 
 
+def mixed(folder: Path, questions: int, documents: int, model: str, seed: int) -> int:
+    """Asks questions of all kinds, each with its own beginning, while streams run; returns how much was wrong."""
+    server, chance, started = Server(folder, "--memory", "4M", "--waiting", "500", model=model), random.Random(seed), 0
+    variant = f"{model}:best-0.2"
+    try:
+        server.wait()
+        client = server.client()
+        names = [upload(client, number) for number in range(documents)]
+        for name in names:
+            assert client.files.wait_for_processing(name, poll_interval=0.2).status == "processed"
+        plans = [plan(number, documents, chance) for number in range(questions)]
+        started = time.monotonic()
+        answers = asyncio.run(streamed_all(server, variant, names, plans))
+        seconds = time.monotonic() - started
+        waited, steps = server.figure("longest_wait_steps"), server.figure("steps_total")
+        busy = server.figure("questions_answering")
+    finally:
+        server.stop()
+    wrong = int(waited > MOST_STEPS) + int(busy > 0)
+    torch.set_num_threads(1)
+    loaded, tokenizer = load_model(model)
+    made = [compress(loaded, tokenizer, document(number), ratio=0.2) for number in range(documents)]
+    for each, texts in zip(plans, answers, strict=True):
+        options = {"temperature": each["temperature"], "seed": each["seed"], "samples": each["n"]}
+        own = made[each["document"]].ask(each["question"], each["max_tokens"], **options)
+        own = own if each["n"] > 1 else [own]
+        if each["leaves"]:
+            wrong += not all(whole.startswith(text) for whole, text in zip(own, texts, strict=True))
+        else:
+            wrong += own != texts
+    left = sum(each["leaves"] > 0 for each in plans)
+    print(f"{questions} mixed questions, {left} clients left, {documents} documents: {wrong} wrong, {steps:.0f} steps, "
+          f"at most {waited:.0f} steps before a first token, {seconds:.0f} s", flush=True)  # fmt: skip
+    return wrong
+
+
+def plan(number: int, documents: int, chance: random.Random) -> dict:
+    """A question at random: when it comes, how long it and its answer are, and when its client leaves, 0 for never."""
+    long = chance.random() < 0.1
+    text = question(number)
+    if long:
+        text = " ".join(question(chance.randrange(100)) for _ in range(chance.randrange(10, 40)))
+    sampled = chance.random() < 0.4
+    return {
+        "document": chance.randrange(documents), "question": text, "comes": chance.random() * 20,
+        "max_tokens": chance.choice((1, 4, 8, 8, 16, 40)), "temperature": 1.0 if sampled else 0.0,
+        "seed": chance.randrange(1000), "n": chance.choice((1, 1, 2, 5)) if sampled else 1,
+        "leaves": chance.randrange(1, 8) if chance.random() < 0.15 else 0,
+    }  # fmt: skip
+
+
+async def streamed_all(server: Server, variant: str, names: list[str], plans: list[dict]) -> list[list[str]]:
+    """Returns what every client read, an answer or a part of it for each sample."""
+    client = server.client(openai.AsyncOpenAI)
+
+    async def one(each: dict) -> list[str]:
+        await asyncio.sleep(each["comes"])
+        parts = [{"type": "file", "file": {"file_id": names[each["document"]]}},
+                 {"type": "text", "text": each["question"]}]  # fmt: skip
+        how = {name: each[name] for name in ("max_tokens", "temperature", "seed", "n")}
+        texts, read = [""] * each["n"], 0
+        stream = await client.chat.completions.create(
+            model=variant, messages=[{"role": "user", "content": parts}], stream=True, **how
+        )
+        async for chunk in stream:
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+                read += bool(choice.delta.content)
+            if each["leaves"] and read >= each["leaves"]:
+                await stream.close()
+                break
+        return texts
+
+    return await asyncio.gather(*map(one, plans))
+
+
+def ends(folder: Path, count: int, seed: int) -> int:
+    """Ends the server in the middle of its work; returns how much of that was wrong."""
+    chance, wrong, slowest, known = random.Random(seed), 0, 0.0, {}
+    for number in range(count):
+        server = Server(folder)
+        server.wait()
+        client = server.client()
+        wrong += sum(client.files.wait_for_processing(name, poll_interval=0.1).status != "processed" for name in known)
+        name = upload(client, number)
+        assert client.files.wait_for_processing(name, poll_interval=0.1).status == "processed"
+        known = {name: None}
+        sent, how = time.monotonic(), chance.choice((signal.SIGINT, signal.SIGTERM))
+
+        async def busy(server: Server = server, name: str = name, how: int = how) -> list[str]:
+            address = f"http://127.0.0.1:{server.port}/v1/chat/completions"
+            async with httpx.AsyncClient(timeout=300) as http:
+
+                async def one(number: int) -> str:
+                    await asyncio.sleep(number * 0.02)
+                    body = {**asked(name, number), "max_tokens": 700, "temperature": 2.0, "stream": number % 3 > 0}
+                    try:
+                        answer = await http.post(address, json=body)
+                    except httpx.ConnectError:
+                        return "refused"
+                    return ending_of(answer, body["stream"])
+
+                tasks = [asyncio.ensure_future(one(number)) for number in range(24)]
+                await asyncio.sleep(0.3 + chance.random())
+                for more in range(3):
+                    await asyncio.to_thread(upload, server.client(), 1000 + 10 * number + more)
+                nonlocal sent
+                sent = time.monotonic()
+                server.process.send_signal(how)
+                return await asyncio.gather(*tasks)
+
+        found = asyncio.run(busy())
+        code = server.process.wait(SLOWEST_END)
+        slowest = max(slowest, time.monotonic() - sent)
+        bad = [each for each in found if each.startswith("wrong")]
+        wrong += len(bad) + (code != (0 if how == signal.SIGINT else 143)) + ("Traceback" in server.said())
+        print(f"end {number + 1:3} of {count} by {signal.Signals(how).name}: code {code} after "
+              f"{time.monotonic() - sent:.1f} s, {found.count('error')} error events, {found.count('503')} times 503, "
+              f"{found.count('whole')} whole, {wrong} wrong {bad[:1] or ''}", flush=True)  # fmt: skip
+    print(f"{count} ends: the slowest took {slowest:.1f} s, {wrong} wrong", flush=True)
+    return wrong
+
+
+def ending_of(answer: httpx.Response, stream: bool) -> str:
+    """Says how a request ended: whole, with an error event, with 503 as JSON, or wrong."""
+    if answer.status_code == 503:
+        return "503" if "The server ends" in answer.json()["error"]["message"] else f"wrong: {answer.text[:80]}"
+    if answer.status_code != 200:
+        return f"wrong: {answer.status_code} {answer.text[:80]}"
+    if not stream:
+        return "whole" if answer.json()["choices"] else "wrong: no choices"
+    last = answer.text.strip().rsplit("data: ", 1)[-1]
+    if last == "[DONE]":
+        return "whole"
+    error = json.loads(last).get("error", {})
+    return "error" if error.get("type") == "server_error" and "message" in error else f"wrong: {last[:80]}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in {"questions": 0, "clients": 64, "documents": 50, "kills": 0, "disks": 0, "seed": 0}.items():
+    numbers = {"questions": 0, "clients": 64, "documents": 50, "mixed": 0, "kills": 0, "ends": 0, "disks": 0, "seed": 0}
+    for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--model", default="tiny", help="of the questions; the kills have the tiny one")
     parser.add_argument("--memory", default="4M", help="of the documents held")
@@ -296,6 +457,10 @@ def main() -> None:
             wrong += load(
                 Path(name) / "load", given.questions, given.clients, given.documents, given.model, given.memory
             )
+        if given.mixed:
+            wrong += mixed(Path(name) / "mixed", given.mixed, min(given.documents, 8), given.model, given.seed)
+        if given.ends:
+            wrong += ends(Path(name) / "ends", given.ends, given.seed)
         if given.kills:
             wrong += kills(Path(name) / "kills", given.kills, given.seed)
         if given.disks and not may_mount(Path(name)):

@@ -72,6 +72,7 @@ def run(
         say(f"Serving {settings.default} at {address}/v1\nThe page is at {address}/")
         server.serve(app, settings)
         say(f"Stopped; the documents stay in {store}.")
+        server.leave(app)
 
 
 def lock_store(store: Path, lasting: ExitStack) -> None:

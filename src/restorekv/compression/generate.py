@@ -9,6 +9,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TypeVar
 from weakref import WeakSet
 
@@ -18,8 +19,9 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.cache_utils import Cache
 
-from restorekv.cache.multi_context import forked
-from restorekv.cache.ragged import RaggedCache
+from restorekv.cache.flat import Block, FlatLayer
+from restorekv.cache.multi_context import MultiContextLayer, forked
+from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.compression import step_trials
 from restorekv.compression.sampling import Row, refuse_not_finite
 from restorekv.errors import RestoreKVError, first_sentence, warn
@@ -104,7 +106,6 @@ async def in_thread(ask: Callable[[], T]) -> T:
         raise
 
 
-@torch.no_grad()
 def decode(
     model: PreTrainedModel, cache: Cache, batch: tuple[Tensor, Tensor, Tensor], limits: Sequence[int],
     stops: set[int], first_may_stop: bool = True, graph: bool = False, rows: Sequence[Row] | None = None,
@@ -114,42 +115,165 @@ def decode(
     `first_may_stop` is false where an EOS id that comes first ends nothing, as in kvpress. `graph` makes every token's
     step the same work, on a GPU a CUDA graph.
     """
-    ids, positions, visible = batch
-    hides, width = not bool(visible.all()), ids.shape[1]
-    mask = visible[:, None, None] & causal(width, visible.shape[1], model.device) if hides else None
-    counts, running, steps = [0] * len(ids), list(range(len(ids))), None
+    groups = groups_of(cache, batch, limits, rows)
+    active = [row for group in groups for row in group.rows]
     cancelled = CANCELLED.get()
-    while True:
+    steps = None
+    while any(not row.ended for row in active):
         if steps:
             every = steps()[:, 0].tolist()
-            chosen = [every[row] for row in running]
-            if min(chosen) < 0:
+            if min(every[row.number] for row in active if not row.ended) < 0:
                 refuse_not_finite()
+            written = [(row, every[row.number]) for row in active if not row.ended]
+            for row, token in written:
+                row.count_token(token, stops, first_may_stop)
         else:
-            ids, chosen = chosen_ids(next_logits(model, ids, mask, positions, cache), running, rows)
+            written = write_tokens(model, groups, stops, first_may_stop)
         if cancelled and cancelled.is_set():
             raise RestoreKVError("The answer was cancelled; ask again.")
-        going = []
-        for place, (row, token) in enumerate(zip(running, chosen, strict=True)):
-            counts[row] += 1
-            yield row, token
-            ended = token in stops and (first_may_stop or counts[row] > 1)
-            if not (ended or counts[row] >= limits[row] or (rows and rows[row].ends())):
-                going.append(place)
-        if not going:
-            return
+        for row, token in written:
+            yield row.number, token
         if graph and not steps:
-            graph = can_graph(model, ids.device)
+            graph = can_graph(model, batch[0].device)
         if graph and not steps:
-            steps = Steps(model, cache, ids, positions[:, -1:] + 1, visible, max(limits))
-        elif not steps:
-            if len(going) < len(running):
-                places = torch.tensor(going)
-                cache.batch_select_indices(places)
-                ids, positions, visible = (x[places.to(x.device)] for x in (ids, positions, visible))
-            positions, visible = positions[:, -1:] + 1, torch.nn.functional.pad(visible, (0, 1), value=True)
-            mask = visible[:, None, None] if hides else None
-        running = [running[place] for place in going]
+            ids = torch.cat([group.ids for group in groups])
+            steps = Steps(model, cache, ids, batch[1][:, -1:] + 1, batch[2], max(limits))
+        elif not graph:
+            groups = [group for group in groups if group.drop_ended()]
+
+
+@dataclass(eq=False)
+class ActiveRow:
+    """An answer that is being written; `number` is its name for the caller, `chooser` picks its tokens."""
+
+    number: int
+    limit: int
+    chooser: Row | None = None
+    count: int = 0
+    ended: bool = False
+
+    def count_token(self, token: int, stops: set[int], first_may_stop: bool = True) -> None:
+        """Notes that a token was written, and whether it ended the answer."""
+        self.count += 1
+        stopped = token in stops and (first_may_stop or self.count > 1)
+        self.ended = stopped or self.count >= self.limit or bool(self.chooser and self.chooser.ends())
+
+
+@dataclass(eq=False)
+class Group:
+    """Rows of one context whose tails end at the same column, and what the model reads of them next.
+
+    Args:
+        parts: the layer of the context for every layer of the model, with a tail for every row.
+        rows: the answers.
+        ids, positions: what is read next, (B, q).
+        visible: (B, columns + q) bool marks what each row sees of its tail, what is read next included; None for all.
+        unfinished: more of the prompt follows what is read next, so no token is chosen after it.
+    """
+
+    parts: list[RaggedLayer]
+    rows: list[ActiveRow]
+    ids: Tensor
+    positions: Tensor
+    visible: Tensor | None
+    unfinished: bool = False
+
+    def block(self) -> Block:
+        """Returns what the next pass reads."""
+        count, queries = self.ids.shape
+        if self.visible is None:
+            return Block(count, queries, None)
+        mask = self.visible[:, None, None]
+        if queries > 1:
+            mask = mask & causal(queries, self.visible.shape[1], mask.device)
+        return Block(count, queries, mask)
+
+    def advance(self, ids: Tensor) -> None:
+        """Goes on to the chosen ids (B, 1), after what was read."""
+        self.ids = ids
+        self.positions = self.positions[:, -1:] + 1
+        if self.visible is not None:
+            self.visible = torch.nn.functional.pad(self.visible, (0, 1), value=True)
+
+    def drop_ended(self) -> bool:
+        """Drops the rows that have ended; returns whether any is left."""
+        going = [place for place, row in enumerate(self.rows) if not row.ended]
+        if going and len(going) < len(self.rows):
+            places = torch.tensor(going)
+            for part in self.parts:
+                part.batch_select_indices(places)
+            places = places.to(self.ids.device)
+            self.ids = self.ids[places]
+            self.positions = self.positions[places]
+            self.visible = None if self.visible is None else self.visible[places]
+        self.rows = [self.rows[place] for place in going]
+        return bool(going)
+
+
+def groups_of(
+    cache: Cache, batch: tuple[Tensor, Tensor, Tensor], limits: Sequence[int], rows: Sequence[Row] | None
+) -> list[Group]:
+    """Returns the rows of a batch that `padded` made, a group for each context; `cache` is what `forked` returned."""
+    ids, positions, visible = batch
+    hides, width = not bool(visible.all()), ids.shape[1]
+    parts = [layer.parts if isinstance(layer, MultiContextLayer) else [layer] for layer in cache.layers]
+    groups, first = [], 0
+    for own in zip(*parts, strict=True):
+        places = range(first, first + len(own[0].keys))
+        part, columns = slice(first, places.stop), own[0].columns + width
+        active = [ActiveRow(place, limits[place], rows[place] if rows else None) for place in places]
+        sees = visible[part, visible.shape[1] - columns :] if hides else None
+        groups.append(Group(list(own), active, ids[part], positions[part], sees))
+        first = places.stop
+    return groups
+
+
+@torch.no_grad()
+def write_tokens(
+    model: PreTrainedModel, groups: Sequence[Group], stops: set[int], first_may_stop: bool = True,
+    keep_logits: Callable[[Group, Tensor], None] | None = None,
+) -> list[tuple[ActiveRow, int]]:  # fmt: skip
+    """Runs one pass of the model and returns the next token of every row whose prompt has been read.
+
+    `keep_logits` is called with each group that writes and its logits (B, V).
+    """
+    logits = read_groups(model, groups)
+    writing = [group for group in groups if not group.unfinished]
+    active = [row for group in writing for row in group.rows]
+    if not active:
+        return []
+    choosers = [row.chooser for row in active] if active[0].chooser else None
+    ids, chosen = chosen_ids(logits, list(range(len(active))), choosers)
+    sizes = [len(group.rows) for group in writing]
+    for group, own, after in zip(writing, ids.split(sizes), logits.split(sizes), strict=True):
+        group.advance(own)
+        if keep_logits:
+            keep_logits(group, after)
+    for row, token in zip(active, chosen, strict=True):
+        row.count_token(token, stops, first_may_stop)
+    return list(zip(active, chosen, strict=True))
+
+
+def read_groups(model: PreTrainedModel, groups: Sequence[Group]) -> Tensor:
+    """Reads what comes next in every group in one pass; returns the logits (rows, V) of those that are not unfinished.
+
+    The tokens of all groups are laid end to end, so that a row with one token and one with many share the pass.
+    """
+    blocks = [group.block() for group in groups]
+    layers = [FlatLayer(parts, blocks) for parts in zip(*(group.parts for group in groups), strict=True)]
+    ids = torch.cat([group.ids.flatten() for group in groups])[None]
+    positions = torch.cat([group.positions.flatten() for group in groups])[None]
+    last, first = [], 0
+    for group, block in zip(groups, blocks, strict=True):
+        ends = range(first + block.queries - 1, first + block.tokens, block.queries)
+        last += [] if group.unfinished else ends
+        first += block.tokens
+    output = model(
+        input_ids=ids, attention_mask=ids.new_ones(1, 1, 1, 1, dtype=torch.bool),  # the blocks have the masks
+        position_ids=positions, past_key_values=Cache(layers=layers), use_cache=True,
+        logits_to_keep=0 if len(last) == first else torch.tensor(last or [first - 1], device=ids.device),
+    )  # fmt: skip
+    return output.logits[0, : len(last)]
 
 
 def can_graph(model: PreTrainedModel, device: torch.device) -> bool:

@@ -19,7 +19,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.serve import replies, schemas
 from restorekv.serve.body import BodyError, CheckedRoute
 from restorekv.serve.engine import AwayError, BusyError, explain_lack
-from restorekv.serve.guard import AROUND, Guard, problem
+from restorekv.serve.guard import AROUND, Ending, Guard, problem
 from restorekv.serve.page import PATHS, add_page
 from restorekv.serve.requests import ChatRequest
 from restorekv.serve.responses import add_responses
@@ -35,7 +35,10 @@ def make_app(service: Service, keys: list[str], ready: Callable[[], bool], lifes
     """Returns the application; with `keys`, every path but health and the page's files needs one of them."""
     app = FastAPI(title="restorekv", docs_url=None, redoc_url=None, lifespan=lifespan, responses=schemas.PROBLEMS)
     app.router.route_class = CheckedRoute
-    app.add_middleware(Guard, keys=keys, largest=service.limits.upload + AROUND, open_paths=OPEN)
+    app.state.service, app.state.ending = service, Ending()
+    app.add_middleware(
+        Guard, keys=keys, largest=service.limits.upload + AROUND, open_paths=OPEN, ending=app.state.ending
+    )
     add_errors(app, service)
     add_routes(app, service, ready)
     add_files(app, service)

@@ -33,11 +33,11 @@ from restorekv.model.load import model_fingerprint
 from restorekv.model.prompt import template_hash, usable_positions
 from restorekv.serve import kept
 from restorekv.serve.documents import check_size, told_to_clients
-from restorekv.serve.engine import AwayError, Content, Document, Question, Reply, passing
+from restorekv.serve.engine import ENDING, AwayError, Content, Document, Question, Reply, passing, settle
 from restorekv.serve.store import Store
 from restorekv.serve.variants import Variant
 
-ENDING = "The server ends; ask again when it is back."
+JOIN = 0.5  # seconds for which the end waits for a thread; what is written is written whole, or not at all
 
 
 @dataclass(kw_only=True)
@@ -67,6 +67,7 @@ class Caches:
     """
 
     more: ClassVar[Mapping[str, str]] = {}
+    farewell = 0.0
 
     def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, store: Store, memory: int) -> None:
         self.model, self.tokenizer, self.store, self.memory = model, tokenizer, store, memory
@@ -93,11 +94,15 @@ class Caches:
     def start(self) -> None:
         self.compressing.start()
 
+    def end(self) -> None:
+        """See `Engine`."""
+        self.ending = True
+
     def close(self) -> None:
         """Ends; what is still ordered is refused."""
-        self.ending = True
+        self.end()
         self.orders.put(None)
-        self.compressing.join()
+        self.compressing.join(JOIN)
 
     def key(self, sha256: str, variant: Variant) -> str:
         """See `Engine`."""
@@ -150,9 +155,9 @@ class Caches:
                 try:
                     if self.ending:
                         raise AwayError(ENDING)
-                    done.set_result(self.fetch(*wanted))
+                    settle(done, self.fetch(*wanted))
                 except Exception as error:  # it is the caller's, on another thread
-                    done.set_exception(error)
+                    settle(done, error=error)
 
     def fetch(self, sha256: str, variant: Variant, content: Content) -> Document:
         """Returns a document from memory, from disk or made now."""
@@ -169,6 +174,8 @@ class Caches:
 
     def loaded(self, key: str, sha256: str) -> CompressedContext | None:
         """Returns a cache from memory, from disk or from the shared folder; damaged ones are set aside."""
+        if context := self.find(sha256, key):  # without waiting for what another thread loads
+            return context
         while True:
             with self.loading:  # a second thread finds it in memory
                 if context := self.find(sha256, key) or self.from_disk(key, sha256):

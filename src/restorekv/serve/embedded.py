@@ -1,6 +1,7 @@
-"""The library as an engine: one thread answers, and questions that arrive together share a batch.
+"""The library as an engine: one thread writes all answers, and a question joins the others at their next token.
 
-A compression in the other thread waits, between two layers of the model, while a batch is answered.
+Threads of their own get a question ready, which may load its documents from disk, so that those who are being answered
+wait for none of it. A compression waits, between two layers of the model, while a token is written.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -20,19 +20,21 @@ from restorekv.compression import generate
 from restorekv.compression.chat import conversation_ids
 from restorekv.compression.context import CompressedContext
 from restorekv.compression.sampling import rows_of
+from restorekv.compression.scheduler import AnswerTask, Event, Scheduler
 from restorekv.compression.several import compose
 from restorekv.errors import RestoreKVError
 from restorekv.model.observer import HOOKS
 from restorekv.model.prompt import usable_positions
 from restorekv.model.shape import decoder
-from restorekv.serve.caches import ENDING, Asked, Caches
+from restorekv.serve.caches import JOIN, Asked, Caches
 from restorekv.serve.documents import check_size
-from restorekv.serve.engine import AwayError, BusyError, Question
+from restorekv.serve.engine import ENDING, AwayError, BusyError, Question, settle
 from restorekv.serve.store import Store
 
-GATHER = 0.005  # a batch is complete when no question has come for so many seconds, and as many as in the last one
-RETURN = 0.05  # of the last batch's seconds, for which those whose questions it answered are waited for
-SHARE = 0.25  # of a batch's seconds, which a compression gets before the next batch
+GATHER = 0.005  # seconds for which the first question waits for others that come with it
+SHARE = 0.25  # of the seconds that answers take, which a compression gets
+SLICE = 0.05  # seconds that a compression gets at a time
+PREPARING = 4  # questions that are got ready at once
 
 
 @dataclass(kw_only=True)
@@ -43,90 +45,183 @@ class AskedHere(Asked):
 
 
 class Embedded(Caches):
-    """Answers questions in batches; at most `waiting` of them are in line."""
+    """Answers up to generate.BATCH questions at a time; at most `waiting` more are in line, and hold no document.
+
+    With 0, there is no limit.
+    """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, store: Store, memory: int, waiting: int) -> None:
         super().__init__(model, tokenizer, store, memory)
-        self.questions: queue.Queue[Question | None] = queue.Queue(waiting)
-        self.last = 0, 0.0  # how many questions the last batch answered, and its seconds
-        self.idle = threading.Event()  # cleared while a batch is answered
+        self.waiting = waiting
+        self.questions: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
+        self.asking = threading.Lock()  # held where a question enters the line, and where the line ends
+        self.places = threading.Semaphore(generate.BATCH)  # one for each question that is got ready or answered
+        self.ready: queue.SimpleQueue[AskedHere | None] = queue.SimpleQueue()
+        self.scheduler = Scheduler(model, self.stops)
+        self.idle = threading.Event()  # cleared while a pass of the model writes tokens
         self.idle.set()
+        self.owed = 0.0  # seconds that a compression is to get
         self.answering = threading.Thread(target=self.answer_all, name="restorekv-answer", daemon=True)
+        self.preparing = [
+            threading.Thread(target=self.prepare_all, name="restorekv-prepare", daemon=True) for _ in range(PREPARING)
+        ]
         with HOOKS:
             self.hooks = [layer.register_forward_pre_hook(self.give_way) for layer in decoder(model).layers]
 
     def start(self) -> None:
         super().start()
-        self.answering.start()
+        for thread in (self.answering, *self.preparing):
+            thread.start()
+
+    def end(self) -> None:
+        """See `Engine`."""
+        super().end()
+        with self.asking:
+            while not self.questions.empty():
+                question = self.questions.get_nowait()
+                if question:
+                    settle(question.done, error=AwayError(ENDING))
+            for _ in self.preparing:
+                self.questions.put(None)
+                self.places.release()
 
     def close(self) -> None:
-        """Answers what waits and ends."""
+        """Ends; what is still being answered gets an error."""
         super().close()
-        self.questions.put(None)
-        self.answering.join()
+        self.ready.put(None)
+        self.answering.join(JOIN)
         with HOOKS:
             for hook in self.hooks:
                 hook.remove()
 
     def give_way(self, *_: object) -> None:
-        """Lets a batch go first; breaks a compression off where the server ends."""
+        """Lets a token be written first; breaks a compression off where the server ends."""
         if threading.current_thread() is self.compressing:
-            self.idle.wait()
+            if not self.ending:
+                self.idle.wait()
             if self.ending:
                 raise AwayError(ENDING)
 
     def ask(self, question: Question) -> Future:
         """See `Engine`."""
-        try:
-            self.questions.put_nowait(question)
-        except queue.Full:
-            raise BusyError from None
+        with self.asking:
+            if self.ending:
+                raise AwayError(ENDING)
+            if self.waiting and self.questions.qsize() >= self.waiting:
+                raise BusyError
+            self.questions.put(question)
         return question.done
 
     def figures(self) -> tuple[dict[str, int], dict[str, int]]:
         """See `Engine`."""
         counted, now = super().figures()
-        return counted, {**now, "questions_waiting": self.questions.qsize()}
+        own = {
+            "questions_waiting": self.questions.qsize(),
+            "questions_answering": len(self.scheduler.tasks),
+            "longest_wait_steps": self.scheduler.longest_wait,
+        }
+        return {**counted, "steps": self.scheduler.steps}, {**now, **own}
 
-    def answer_all(self) -> None:
-        """Runs in the thread: one batch after the other, until None is asked."""
-        going = True
-        while going:
-            batch, going = self.gather()
-            self.idle.clear()
-            started = time.perf_counter()
-            ready = [each for each in map(self.prepared, batch) if each]
-            if ready:
-                self.answer(ready)
-            self.idle.set()
-            self.last = len(batch), time.perf_counter() - started
-            if self.making != ("", ""):
-                time.sleep(SHARE * self.last[1])
-
-    def gather(self) -> tuple[list[Question], bool]:
-        """Waits for a question, then for those that come with it; returns them, and whether more may come.
-
-        Whoever got an answer often asks again at once, and a batch that lacks few of them takes as long as a full one.
-        """
-        batch, (before, seconds) = [self.questions.get()], self.last
-        until = time.perf_counter() + RETURN * seconds
-        while batch[-1] is not None and len(batch) < generate.BATCH:
-            left = until - time.perf_counter() if len(batch) < before else 0.0
-            try:
-                batch.append(self.questions.get(timeout=max(GATHER, left)))
-            except queue.Empty:
-                break
-        return [each for each in batch if each is not None], batch[-1] is not None
+    def prepare_all(self) -> None:
+        """Runs in some threads: gets questions ready while there are places, until None is asked."""
+        while True:
+            self.places.acquire()
+            question = self.questions.get()
+            if question is None:
+                return
+            asked = self.prepared(question)
+            if asked:
+                self.ready.put(asked)
+            else:
+                self.places.release()
 
     def prepared(self, question: Question) -> AskedHere | None:
         """Returns what `asked` does; None where nobody waits, or where it fails, which is this request's alone."""
-        if not question.done.set_running_or_notify_cancel():
+        if question.done.done() or not question.done.set_running_or_notify_cancel():
             return None
         try:
+            if self.ending:
+                raise AwayError(ENDING)
             return self.asked(question)
         except Exception as error:
-            question.done.set_exception(error)
+            settle(question.done, error=error)
             return None
+
+    def answer_all(self) -> None:
+        """Runs in the thread: one step after the other, until None is ready."""
+        while self.take_ready():
+            self.idle.clear()
+            started = time.perf_counter()
+            try:
+                for event in self.scheduler.step():
+                    self.deliver(event)
+            except Exception as error:  # nobody waits in vain
+                self.give_up(error)
+            self.share(time.perf_counter() - started)
+        self.give_up(AwayError(ENDING))
+        self.idle.set()
+
+    def take_ready(self) -> bool:
+        """Admits the questions that are ready; with nothing to do, waits for one. Returns whether more may come."""
+        if not self.scheduler.busy:
+            self.idle.set()
+            asked = self.ready.get()
+            while asked is not None:  # those that come together are read together
+                self.admit(asked)
+                try:
+                    asked = self.ready.get(timeout=GATHER)
+                except queue.Empty:
+                    return True
+            return False
+        while not self.ready.empty():
+            asked = self.ready.get()
+            if asked is None:
+                return False
+            self.admit(asked)
+        return True
+
+    def admit(self, asked: AskedHere) -> None:
+        """Hands a question to the scheduler."""
+        question = asked.question
+        task = AnswerTask(
+            asked.context.cache, asked.prompt, question.limit, asked.rows, label=asked,
+            cancelled=lambda: question.cancelled or question.done.done(),
+        )  # fmt: skip
+        self.scheduler.admit(task)
+
+    def deliver(self, event: Event) -> None:
+        """Passes a token on; with its last one, a question is settled and gives its place to another."""
+        asked: AskedHere = event.task.label
+        question = asked.question
+        try:
+            if event.error:
+                settle(question.done, error=event.error)
+            elif event.token is not None:
+                asked.first = asked.first or time.perf_counter()
+                question.on_token(event.sample, event.token, *event.likely)
+            if event.done and not question.done.done():
+                self.reply(asked)
+        except Exception as error:  # such as an event loop that has ended
+            question.cancelled = True
+            settle(question.done, error=error)
+        finally:
+            if event.done:
+                self.places.release()
+
+    def give_up(self, error: Exception) -> None:
+        """Ends all questions with an error."""
+        for task in (*self.scheduler.tasks, *self.scheduler.line):
+            settle(task.label.question.done, error=error)
+            self.places.release()
+        self.scheduler = Scheduler(self.model, self.stops)
+
+    def share(self, seconds: float) -> None:
+        """Gives a compression its share of the time, after a step that took so many seconds."""
+        self.owed = self.owed + SHARE * seconds if self.making != ("", "") else 0.0
+        if self.owed >= SLICE:
+            self.idle.set()
+            time.sleep(self.owed)
+            self.owed = 0.0
 
     def asked(self, question: Question) -> AskedHere:
         """Returns the question with its documents as one, the ids that the model reads, and seeds for its answers."""
@@ -143,57 +238,10 @@ class Embedded(Caches):
         decoding, read = question.decoding, torch.cat([whole.context.ids[0], prompt])[None]
         seeds = [decoding.seed + number for number in range(decoding.samples)]
         rows = rows_of(decoding, self.tokenizer, [read] * len(seeds), seeds, self.stops, always=True)
-        for row in rows:
-            row.cancelled = lambda: question.cancelled
-            row.choose = contained(row.choose, question, next(iter(self.stops), 0))
         return AskedHere(question=question, context=whole, prompt=prompt, rows=rows, started=started)
-
-    def answer(self, asked: Sequence[AskedHere]) -> None:
-        """Writes the answers of a batch, in which every row has a seed and settings of its own.
-
-        A question is settled with the last token of its last answer, however long the others take.
-        """
-        owners = [(each, sample) for each in asked for sample in range(len(each.rows))]
-        rows = [row for each in asked for row in each.rows]
-        caches, prompts = [each.context.cache for each, _ in owners], [each.prompt for each, _ in owners]
-        limits = [each.question.limit for each, _ in owners]
-        left = {id(each): len(each.rows) for each in asked}
-        try:
-            for place, token in generate.tokens(self.model, self.tokenizer, caches, prompts, limits, rows=rows):
-                (each, sample), row = owners[place], rows[place]
-                each.first = each.first or time.perf_counter()
-                if waits(each):
-                    each.question.on_token(sample, token, *row.likely)
-                left[id(each)] -= token in self.stops or len(row.answer) == limits[place] or row.ends()
-                if not left[id(each)] and waits(each):
-                    self.reply(each)
-            for each in filter(waits, asked):  # those whose client left with the last token
-                self.reply(each)
-        except Exception as error:  # such as memory that ran out: nobody waits in vain
-            for each in filter(waits, asked):
-                each.question.done.set_exception(error)
 
     def reply(self, asked: AskedHere) -> None:
         """Settles a question."""
         manifest, tokens = asked.context.manifest, asked.context.context.positions
         held = manifest.pairs_held, manifest.bytes_held, manifest.seconds
-        asked.question.done.set_result(self.replied(asked, tokens, *held))
-
-
-def waits(asked: Asked) -> bool:
-    return not asked.question.done.done()
-
-
-def contained(choose: Callable[[torch.Tensor], int], question: Question, token: int) -> Callable[[torch.Tensor], int]:
-    """Returns a row's `choose` whose errors, such as a grammar's, end its own question and not the batch."""
-
-    def chosen(logits: torch.Tensor) -> int:
-        try:
-            return choose(logits)
-        except Exception as error:
-            if not question.done.done():
-                question.done.set_exception(error)
-            question.cancelled = True
-            return token
-
-    return chosen
+        settle(asked.question.done, self.replied(asked, tokens, *held))

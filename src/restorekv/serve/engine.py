@@ -9,7 +9,8 @@ import asyncio
 import errno
 import sqlite3
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +26,9 @@ FULL = {errno.ENOSPC, errno.EDQUOT}
 LOCKED = {errno.EROFS, errno.EACCES}  # the disk, or the folder, can only be read
 LACKING = FULL | LOCKED | {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.EAGAIN}
 Content = Callable[[], str | Path]  # gives a text or the path of a cache file, only where they are needed
+
+
+ENDING = "The server ends; ask again when it is back."
 
 
 class BusyError(RestoreKVError):
@@ -111,11 +115,15 @@ class Engine(Protocol):
 
     tokenizer: Tokenizer
     stops: set[int]  # ids that end an answer
+    farewell: float  # seconds that it needs to end after all requests have, beyond a moment
 
     def start(self) -> None: ...
 
+    def end(self) -> None:
+        """Begins no more questions and breaks compressions off, as the server is about to end; answers go on."""
+
     def close(self) -> None:
-        """Answers what waits and ends; called in a thread."""
+        """Ends; called in a thread, after `end`. Questions that are left get an AwayError."""
 
     def key(self, sha256: str, variant: Variant) -> str:
         """Returns the name of a cache: 32 hex digits of all that decides it."""
@@ -134,6 +142,15 @@ class Engine(Protocol):
 
     def figures(self) -> tuple[dict[str, int], dict[str, int]]:
         """Returns what is counted since the start, and what is so now."""
+
+
+def settle(future: Future, result: object = None, error: BaseException | None = None) -> None:
+    """Sets a result or an error, unless the future has one: the server's end may come first."""
+    with suppress(InvalidStateError):
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
 
 
 def begin(engine: Engine, **asked: Any) -> tuple[Question, asyncio.Future[Reply], asyncio.Queue]:

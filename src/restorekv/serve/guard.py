@@ -18,6 +18,8 @@ from fastapi.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from restorekv.serve.engine import ENDING
+
 LOG = logging.getLogger("restorekv.serve")
 LOOPBACK = ("127.0.0.1", "::1")
 AROUND = 1 << 20  # bytes of a body besides the file in it
@@ -35,36 +37,67 @@ class RefusedError(Exception):
         self.status, self.headers = status, headers or {}
 
 
+class Ending:
+    """Requests that are still there when the server ends."""
+
+    def __init__(self) -> None:
+        self.over = False
+        self.requests: set[asyncio.Task] = set()
+
+    def break_off(self) -> None:
+        """Ends every request with a 503, or in the middle of its answer."""
+        self.over = True
+        for task in list(self.requests):
+            task.cancel()
+
+
 class Guard:
     """Checks each request's origin and key, bounds its body while it arrives, names it and logs it without its text.
 
     `largest` bounds a body in bytes; `open_paths` are asked without a key.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], largest: int, open_paths: Sequence[str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Sequence[str],
+        largest: int,
+        open_paths: Sequence[str],
+        ending: Ending | None = None,
+    ) -> None:
         self.app, self.keys, self.largest, self.open_paths = app, keys, largest, open_paths
+        self.ending = ending or Ending()
         self.held = 0  # bytes in memory of all bodies that are being read or answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        request, start, status = Request(scope), time.perf_counter(), 500
+        request, start, status, begun = Request(scope), time.perf_counter(), 500, False
         name = request.headers.get("x-request-id", "")[:64] or secrets.token_hex(8)
 
         async def named(message: Message) -> None:
-            nonlocal status
+            nonlocal status, begun
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, begun = message["status"], True
                 message = {**message, "headers": [*message["headers"], (b"x-request-id", name.encode("latin-1"))]}
             await send(message)
 
+        task = asyncio.current_task()
+        self.ending.requests.add(task)
         try:
             if response := self.refusal(request):
                 await response(scope, receive, named)
             else:
                 await self.bounded(scope, receive, named)
+        except asyncio.CancelledError:
+            if not self.ending.over:
+                raise
+            task.uncancel()
+            if not begun:
+                await problem(503, ENDING, headers={"retry-after": "5", "connection": "close"})(scope, receive, named)
         finally:
+            self.ending.requests.discard(task)
             seconds = round(time.perf_counter() - start, 4)
             line = {"id": name, "method": request.method, "path": scope["path"], "status": status}
             LOG.info(json.dumps({**line, "seconds": seconds}))

@@ -27,7 +27,7 @@ from restorekv.files import HOST
 from restorekv.serve import cluster
 from restorekv.serve.caches import key_of
 from restorekv.serve.cluster import LOCAL, Spread, connect
-from restorekv.serve.engine import AwayError, Content, Document, Question, Reply, admit, until_left
+from restorekv.serve.engine import AwayError, Content, Document, Question, Reply, admit, settle, until_left
 from restorekv.serve.run import Settings
 from restorekv.serve.variants import Variant
 
@@ -35,7 +35,8 @@ TRIES = 3  # replicas that may die over one request
 LOOK = 0.2  # seconds between two looks at whether somebody still waits for an answer
 KNOWN = 100_000  # documents of which the sender remembers how long they are
 SHARED_MEMORY = 512 << 20  # bytes, for uploads on their way
-DRAIN = 60.0  # seconds for what is being done when the server ends
+DRAIN = 2.0  # seconds for what is being done when the server ends
+FAREWELL = 30.0  # seconds that the replicas may take to end
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class Sent(Document):
 
 class RayEngine:
     """Sends documents and questions to replicas through a handle; at most `waiting` questions are on their way."""
+
+    farewell = FAREWELL
 
     def __init__(self, handle: Any, waiting: int) -> None:
         self.handle, self.waiting = handle, waiting
@@ -60,10 +63,13 @@ class RayEngine:
     def start(self) -> None:
         """The replicas have started."""
 
+    def end(self) -> None:
+        """See `Engine`; the replicas compress on, for other servers and the next start."""
+
     def close(self) -> None:
-        """Waits for what is being done."""
+        """Waits until the questions that nobody waits for have been broken off."""
         end = time.monotonic() + DRAIN
-        while (self.asking or self.making) and time.monotonic() < end:
+        while self.asking and time.monotonic() < end:
             time.sleep(LOOK)
 
     def key(self, sha256: str, variant: Variant) -> str:
@@ -138,7 +144,7 @@ class RayEngine:
             question.done.cancel()
         elif not question.done.cancelled():
             error = answering.exception()
-            question.done.set_exception(error) if error else question.done.set_result(answering.result())
+            settle(question.done, None if error else answering.result(), error)
 
     async def answered(self, question: Question) -> Reply:
         """Returns the reply; brings documents that are not there any more."""

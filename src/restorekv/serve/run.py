@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import signal
+import socket
+import sys
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -31,9 +37,11 @@ from restorekv.serve.variants import Variant
 
 ENGINES = {"embedded": "restorekv.serve.embedded:Embedded", "vllm": "restorekv.serve.with_vllm:Vllm"}
 HTTP = {  # without proxy headers, in which a client could name an address of its own
-    "http": Connection, "proxy_headers": False, "access_log": False, "timeout_graceful_shutdown": 30,
+    "http": Connection, "proxy_headers": False, "access_log": False, "timeout_graceful_shutdown": 10,
 }  # fmt: skip
 LOG = logging.getLogger("restorekv.serve")
+CLOSING = 0.5  # seconds in which requests send their last words, before they are broken off
+LAST = 4.7  # seconds after a signal at which the process ends, whatever a thread of it still does
 PROBE = "The code of the red house is seven, and the code of the blue house is nine. " * 8
 
 
@@ -98,8 +106,9 @@ def application_of(engine: Engine, store: Store, settings: Settings, check: Call
         await asyncio.to_thread(engine.close)
         store.close()
 
-    app = make_app(service, list(settings.keys), lambda: state["ready"], lifespan)
+    app = make_app(service, list(settings.keys), lambda: state["ready"] and not service.ending, lifespan)
     app.state.problem = None  # why it could not start
+    app.state.exit_code = None  # once a signal has come
     return app
 
 
@@ -134,13 +143,68 @@ def count_loading(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
         raise RestoreKVError(f"A stored document was read again ({sum(seen)} tokens); please report this.")
 
 
+class Server(uvicorn.Server):
+    """Ends in order within a few seconds, and at once on a second signal.
+
+    A request that has begun may be answered for GRACE seconds of service.py; then streams end with an error event, and
+    whoever waits gets a 503. An upload that is compressed goes on after the next start.
+    """
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
+        super().__init__(config)
+        self.application = app
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begins the end on the first signal."""
+        if self.should_exit:
+            os._exit(128 + sig)  # everything on disk is written whole or not at all
+        super().handle_exit(sig, frame)
+        state = self.application.state
+        state.exit_code = 0 if sig == signal.SIGINT else 128 + sig
+        last = threading.Timer(LAST + state.service.engine.farewell, os._exit, [state.exit_code])
+        last.daemon = True
+        last.start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Ends requests while the connections are closed."""
+        ending = asyncio.ensure_future(self.end_requests())
+        await super().shutdown(sockets)
+        await ending
+
+    async def end_requests(self) -> None:
+        """Has answers end, and breaks off what is left then, such as a body that still arrives."""
+        await self.application.state.service.end()
+        left = self.application.state.ending
+        if left.requests:
+            await asyncio.wait(list(left.requests), timeout=CLOSING)
+        left.break_off()
+        await asyncio.sleep(0.2)
+        for connection in list(self.server_state.connections):
+            if connection.transport.get_write_buffer_size():  # whose client reads nothing
+                connection.transport.abort()
+
+
 def serve(app: FastAPI, settings: Settings) -> None:
-    """Serves until a signal ends it; requests that have begun are answered first."""
+    """Serves until a signal ends it; see `Server`."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("uvicorn.error").addFilter(lambda _: app.state.problem is None)  # it would print a stack trace
+    server = Server(uvicorn.Config(app, host=settings.host, port=settings.port, log_level="warning", **HTTP), app)
     try:
-        uvicorn.run(app, host=settings.host, port=settings.port, log_level="warning", **HTTP)
+        server.run()
+    except KeyboardInterrupt:
+        pass
     except SystemExit:
         if app.state.problem:
             raise app.state.problem from None
         raise
+
+
+def leave(app: FastAPI) -> None:
+    """Ends the process after a signal without waiting for threads, of which one may still compute.
+
+    Everything is closed by now. An engine with a farewell has processes that end in their own way.
+    """
+    if app.state.exit_code is not None and not app.state.service.engine.farewell:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(app.state.exit_code)

@@ -22,6 +22,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.serve import replies
 from restorekv.serve.documents import CACHE, TEXT, document_hash, kind_of, shown, text_of
 from restorekv.serve.engine import (
+    ENDING,
     AwayError,
     BusyError,
     Document,
@@ -30,12 +31,14 @@ from restorekv.serve.engine import (
     Reply,
     begin,
     explain_lack,
+    settle,
 )
 from restorekv.serve.requests import Attached, ChatRequest, conversation
 from restorekv.serve.store import FAILED, PROCESSED, Store, Upload
 from restorekv.serve.variants import Variant
 
 LOG = logging.getLogger("restorekv.serve")
+GRACE = 2.5  # seconds that answers may still take once the server ends
 PATIENCE = 5.0  # seconds until an upload is tried again whose engine was away
 READERS = ThreadPoolExecutor(2, "restorekv-read")  # for files in requests, which may take long to read
 T = TypeVar("T")
@@ -69,9 +72,27 @@ class Service:
         self.engine, self.store, self.base, self.default, self.limits = engine, store, base, default, limits
         self.tasks: set[asyncio.Task] = set()
         self.wanting = 0  # requests whose documents are not at hand yet
+        self.answering: dict[asyncio.Future, Question] = {}
+        self.ending = False
+
+    async def end(self) -> None:
+        """Refuses what has not begun, lets answers be written for GRACE seconds, and ends the others with an error."""
+        self.ending = True
+        self.engine.end()
+        if self.answering:
+            await asyncio.wait(list(self.answering), timeout=GRACE)
+        for question in list(self.answering.values()):
+            question.cancelled = True
+            settle(question.done, error=AwayError(ENDING))
+
+    def check_open(self) -> None:
+        """Refuses to begin anything once the server ends."""
+        if self.ending:
+            raise AwayError(ENDING)
 
     async def create(self, file: UploadFile, purpose: str, seconds: int | None) -> Upload:
         """Stores an upload and begins to compress it."""
+        self.check_open()
         if (file.size or 0) > self.limits.upload:
             raise ApiError(413, f"The file is larger than {self.limits.upload:,} bytes; split it.")
         name = shown(file.filename or "file")
@@ -95,6 +116,8 @@ class Service:
         try:
             await self.engine.document(upload.sha256, self.default, lambda: self.content(upload))
         except AwayError:
+            if self.ending:  # the next start goes on with it
+                return
             await asyncio.sleep(PATIENCE)
             if self.store.is_here(upload):
                 self.begin(upload)
@@ -155,9 +178,15 @@ class Service:
         """Hands a request to the engine; `kind` begins the id of the answer."""
         asked, variant = conversation(request.messages), Variant.parse(request.model, self.base)
         decoding = request.decoding(secrets.randbelow(2**31))
+        self.check_open()
+
+        async def left() -> object:
+            self.check_open()
+            return await gone()
+
         getting = asyncio.ensure_future(self.documents(asked.documents, variant))
         try:
-            documents = await asyncio.wait_for(watched(getting, gone), self.limits.seconds)
+            documents = await asyncio.wait_for(watched(getting, left), self.limits.seconds)
         except BaseException:  # one that is compressed already is finished all the same
             getting.cancel()
             raise
@@ -165,6 +194,8 @@ class Service:
             self.engine, documents=documents, turns=asked.turns, text=asked.question, system=asked.system,
             limit=request.limit(self.limits.tokens), decoding=decoding,
         )  # fmt: skip
+        self.answering[future] = question
+        future.add_done_callback(self.answering.pop)
         about = replies.About(f"{kind}-{secrets.token_hex(12)}", request.model, int(time.time()), documents)
         texts = [Growing(self.engine.tokenizer, self.engine.stops, decoding.stop) for _ in range(decoding.samples)]
         return Pending(question, future, tokens, texts, about)
@@ -234,7 +265,7 @@ async def streamed(pending: Pending, request: ChatRequest) -> AsyncIterator[str]
             yield event(replies.usage_chunk(about, reply))
         yield "data: [DONE]\n\n"
     except RestoreKVError as error:
-        yield event({"error": {"message": str(error), "type": "server_error"}})
+        yield event({"error": {"message": str(error), "type": "server_error", "param": None, "code": None}})
 
 
 async def watched(future: asyncio.Future[T], gone: Callable[[], object]) -> T:

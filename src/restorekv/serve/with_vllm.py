@@ -34,7 +34,7 @@ from restorekv.model.prompt import Context, default_between, fit, make_context
 from restorekv.model.shape import CacheShape
 from restorekv.serve.caches import Asked, Caches
 from restorekv.serve.documents import told_to_clients
-from restorekv.serve.engine import Content, Document, Question, Reply, admit, until_left
+from restorekv.serve.engine import Content, Document, Question, Reply, admit, settle, until_left
 from restorekv.serve.portables import Portables
 from restorekv.serve.store import Store
 from restorekv.serve.variants import Variant
@@ -106,9 +106,10 @@ class Vllm(Caches):
         self.side.start()
 
     def close(self) -> None:
-        """Answers what waits and ends."""
+        """Ends, once those questions have been broken off that nobody waits for any more."""
         super().close()
-        while self.tasks:
+        end = time.monotonic() + 2 * PATIENCE
+        while self.tasks and time.monotonic() < end:
             time.sleep(0.05)
         self.side.close()
 
@@ -176,9 +177,9 @@ class Vllm(Caches):
             finally:
                 if asked.name:
                     self.portables.give_back(asked.name)
-            question.done.set_result(self.reply(asked))
+            settle(question.done, self.reply(asked))
         except Exception as error:  # it is the caller's
-            question.done.set_exception(error)
+            settle(question.done, error=error)
 
     def asked(self, question: Question) -> AskedThere:
         """Returns a question with the ids of its documents, whose file then stays until the answer is there."""

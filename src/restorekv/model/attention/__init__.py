@@ -1,7 +1,8 @@
 """The attention function "restorekv", registered with transformers.
 
 It gets the post-RoPE query of a layer and either dense keys and values, which go to PyTorch's SDPA, or a `RaggedLayer`
-twice, which goes to one of the backends here, or a `MultiContextLayer` twice, whose documents go there one by one.
+twice, which goes to one of the backends here, or a `MultiContextLayer` or `FlatLayer` twice, whose documents go there
+one by one.
 A backend computes softmax(q [K_context; K_tail]^T * scale + bias) [V_context; V_tail]; `naive.py` is the definition.
 
 On a device that is not a CPU, a backend answers only after `proofs.py` has compared it with that definition there.
@@ -19,6 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from restorekv.cache import quantized
+from restorekv.cache.flat import FlatLayer
 from restorekv.cache.multi_context import MultiContextLayer
 from restorekv.cache.quantized import Packed
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
@@ -189,8 +191,8 @@ def unpacks(layer: RaggedLayer) -> bool:
 def attend(
     module: nn.Module,
     query: Tensor,
-    key: Pairs | MultiContextLayer,
-    value: Pairs | MultiContextLayer,
+    key: Pairs | MultiContextLayer | FlatLayer,
+    value: Pairs | MultiContextLayer | FlatLayer,
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -198,6 +200,10 @@ def attend(
 ) -> tuple[Tensor, None]:
     """query (B, H*G, Q, D) -> (B, Q, H*G, D), with the signature of transformers' AttentionInterface."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(key, FlatLayer):
+        parts = [attend(module, rows, own, own, mask, scaling=scale)[0] for own, rows, mask in key.split(query)]
+        flat = [part.flatten(0, 1) for part in parts]
+        return (flat[0] if len(flat) == 1 else torch.cat(flat))[None], None
     if (inspectors := current(_inspectors)) is not None:
         inspectors[0](module, query, key, value, attention_mask, scale, kwargs)
     if isinstance(key, MultiContextLayer):

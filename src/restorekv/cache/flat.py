@@ -1,0 +1,117 @@
+"""Rows of any number of documents in one pass of the model, each with as many new tokens as it brings.
+
+The tokens of all rows are laid end to end, (1, T): the layers of the model treat every token alone, and only attention
+has to know where a row begins. So a row that writes its next token and one that reads a piece of a long question share
+a pass, and nothing is padded but rows of one document, which are read in one block.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from restorekv.cache.ragged import RaggedLayer
+from restorekv.cache.tail import SPARE, CompressedLayer
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a pass reads for one part: `queries` new tokens for each of `rows` rows.
+
+    mask (B, 1, Q, columns) says what each query sees of the tail, new tokens included; None is causal.
+    """
+
+    rows: int
+    queries: int
+    mask: Tensor | None
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.queries
+
+
+class FlatLayer(CompressedLayer):
+    """One layer of a pass: the layers of several documents, and the block that each of them gets of the tokens."""
+
+    seen = 0  # masks and positions are the caller's
+
+    def __init__(self, parts: Sequence[RaggedLayer], blocks: Sequence[Block]) -> None:
+        super().__init__()
+        self.parts = list(parts)
+        self.blocks = list(blocks)
+        self.dtype = parts[0].dtype
+        self.device = parts[0].device
+        self.is_initialized = True
+
+    @property
+    def heads(self) -> int:
+        return self.parts[0].heads
+
+    @property
+    def columns(self) -> int:
+        """Columns of the longest tail."""
+        return max(part.columns for part in self.parts)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(1, H, columns, D), for kvpress; see TailLayer.shape."""
+        return 1, self.heads, self.columns, self.parts[0].keys.shape[-1]
+
+    def rows_of(self, states: Tensor) -> list[Tensor]:
+        """Return views (B, H, Q, D) of states (1, H, T, D), one for each part."""
+        pieces = states[0].split([block.tokens for block in self.blocks], dim=1)
+        return [
+            piece.unflatten(1, (block.rows, block.queries)).transpose(0, 1)
+            for piece, block in zip(pieces, self.blocks, strict=True)
+        ]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple:
+        """Append (1, H, T, D) to the tails and return this layer twice, for the attention function."""
+        for part, keys, values in zip(self.parts, self.rows_of(key_states), self.rows_of(value_states), strict=True):
+            part.update(keys, values)
+        return self, self
+
+    def split(self, query: Tensor) -> Iterator[tuple[RaggedLayer, Tensor, Tensor | None]]:
+        """Yield each part with its rows (B, H*G, Q, D) of query (1, H*G, T, D), and its mask."""
+        for part, rows, block in zip(self.parts, self.rows_of(query), self.blocks, strict=True):
+            yield part, rows, block.mask
+
+
+def share_tail(layer: RaggedLayer) -> RaggedLayer:
+    """Return a layer with the same context that shares the tail so far; once it grows, it has a tail of its own."""
+    other = copy.copy(layer)
+    other.keys, other.values = layer.pair
+    return other
+
+
+def gather_rows(sources: Sequence[tuple[RaggedLayer, Sequence[int]]], widths: Sequence[int], room: int) -> RaggedLayer:
+    """Return one layer with chosen rows of layers over one context, their tails aligned at the last column.
+
+    Args:
+        sources: layers and the numbers of the rows to take of each.
+        widths: how many of its last columns each source keeps; its rows need no others.
+        room: columns that the tail is expected to grow by, reserved at once.
+    """
+    made = copy.copy(sources[0][0])
+    width = max(widths)
+    taken = [(layer, torch.tensor(list(rows), device=layer.device)) for layer, rows in sources]
+    count = sum(len(rows) for _, rows in taken)
+    buffers = []
+    for number in range(2):  # keys, then values
+        like = taken[0][0].pair[number]
+        buffer = like.new_zeros(count, like.shape[1], width + max(room, SPARE), like.shape[-1])
+        first = 0
+        for (layer, rows), own in zip(taken, widths, strict=True):
+            states = layer.pair[number]
+            block = buffer[first : first + len(rows), :, width - own : width]
+            block.copy_(states[:, :, states.shape[2] - own :].index_select(0, rows))
+            first += len(rows)
+        buffers.append(buffer)
+    made.keys, made.values = buffers  # which says that no buffers belong to the tail; these do
+    made.room = tuple(buffers)
+    made.end_at(width)
+    return made

@@ -1,0 +1,410 @@
+"""Which questions share a pass: they join at the next token, and leave with their last one.
+
+A step is one pass of the model. It has a token for every answer that is being written, and a piece of the questions
+that are still read, PIECE tokens in all; so a question with a thousand messages costs the others one piece a step.
+
+Fairness: questions begin in the order in which they came, and at most as many as a pass may have rows. Each then has a
+row as soon as it is read, whatever else runs: further samples of a question take only the rows that no question needs,
+and a sample gives its row back (it is paused, nothing is lost) when a question comes that has none. Of a piece, half is
+for the question that came first, the rest for the shortest ones, so that no question, long or short, waits for all.
+
+Rows of one context share a block of tails as long as padding costs at most as much as they hold.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from restorekv.cache.flat import gather_rows, share_tail
+from restorekv.cache.ragged import RaggedCache
+from restorekv.compression.generate import BATCH, ActiveRow, Group, write_tokens
+from restorekv.compression.sampling import Row
+
+PIECE = 256  # tokens of questions that are read in one step
+SMALLEST = 32  # tokens below which a question that is not read to its end gets no piece of its own
+SLACK = 64  # columns of padding that are always allowed in a row
+ROOM = 32  # columns for answers that a block of tails is made with
+
+
+class Chooser:
+    """A row's chooser whose errors end its own question and nobody else's."""
+
+    def __init__(self, row: Row, task: AnswerTask, stand_in: int) -> None:
+        self.row = row
+        self.task = task
+        self.stand_in = stand_in
+
+    def choose(self, logits: Tensor) -> int:
+        try:
+            return self.row.choose(logits)
+        except Exception as error:
+            self.task.error = error
+            return self.stand_in
+
+    def ends(self) -> bool:
+        try:
+            return self.task.error is not None or self.row.ends()
+        except Exception as error:
+            self.task.error = error
+            return True
+
+
+@dataclass(eq=False)
+class AnswerTask:
+    """A question with a row for each of its answers.
+
+    Args:
+        cache: the context, of which the task takes forks.
+        prompt: the ids (q,) that the model reads after it.
+        limit: tokens that an answer may have.
+        rows: a chooser for each answer.
+        cancelled: whether nobody waits for the answers any more; asked before every step.
+        label: the caller's own.
+    """
+
+    cache: RaggedCache
+    prompt: Tensor
+    limit: int
+    rows: Sequence[Row]
+    cancelled: Callable[[], bool] = bool
+    label: object = None
+    error: Exception | None = None  # of one of its rows
+    arrived: int = 0  # steps before it came
+    passes: int = 0  # in which it was read
+    read: int = 0  # tokens of the prompt
+    group: Group | None = None  # while it is read, and then for the samples that have not begun
+    logits: Tensor | None = None  # (V,) after the prompt, for them
+    begun: int = 0  # samples
+    ended: int = 0  # samples
+    active: int = 0  # rows that are in the next pass
+    paused: deque[Selection] = field(default_factory=deque)
+
+    @property
+    def is_read(self) -> bool:
+        return self.read == len(self.prompt)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a sample could take a row now."""
+        return self.is_read and bool(self.paused or (self.group and self.begun < len(self.rows)))
+
+
+@dataclass(eq=False)
+class SampleRow(ActiveRow):
+    """A row of a task; `columns` are those of its own tail, without what pads it."""
+
+    task: AnswerTask = None
+    columns: int = 0
+    paused: bool = False
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a step did for a task: a token of a sample, or None; `done` with the last event, `error` if that ended it.
+
+    `likely` is the row's, with this token. A task that nobody waits for ends with neither token nor error.
+    """
+
+    task: AnswerTask
+    sample: int = 0
+    token: int | None = None
+    likely: tuple = ()
+    done: bool = False
+    error: Exception | None = None
+
+
+@dataclass(eq=False)
+class Selection:
+    """Rows out of a group: the group, and the places of the rows in it."""
+
+    group: Group
+    places: list[int]
+
+    @property
+    def rows(self) -> list[SampleRow]:
+        return [self.group.rows[place] for place in self.places]
+
+
+class Scheduler:
+    """Writes answers to questions that come at any time; `step` runs one pass. Not for several threads."""
+
+    def __init__(self, model: PreTrainedModel, stops: set[int], most: int = BATCH, piece: int = PIECE) -> None:
+        self.model = model
+        self.stops = stops
+        self.most = most
+        self.piece = piece
+        self.line: deque[AnswerTask] = deque()  # tasks that have not begun
+        self.tasks: list[AnswerTask] = []  # those that have, in the order in which they came
+        self.running: list[Group] = []
+        self.joining: list[Selection] = []
+        self.steps = 0
+        self.longest_wait = 0  # steps before a question's first token in which none of it was read
+
+    def admit(self, task: AnswerTask) -> None:
+        """Puts a task in line."""
+        task.arrived = self.steps
+        task.prompt = task.prompt.flatten().cpu()
+        self.line.append(task)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self.line or self.tasks)
+
+    @property
+    def active_rows(self) -> list[SampleRow]:
+        """The rows of the next pass."""
+        blocks = [Selection(group, list(range(len(group.rows)))) for group in self.running] + self.joining
+        return [row for block in blocks for row in block.rows if not (row.ended or row.paused)]
+
+    @torch.no_grad()
+    def step(self) -> list[Event]:
+        """Runs one pass and returns what it wrote, in the order of the rows."""
+        events: list[Event] = []
+        self.drop_cancelled(events)
+        while self.line and len(self.tasks) < self.most:
+            self.begin(self.line.popleft())
+        self.give_rows(events)
+        self.regroup()
+        self.run(self.take_pieces(), events)
+        # A group that nobody needs frees its memory now, and not when the next question comes.
+        self.running = [group for group in self.running if any(not row.ended for row in group.rows)]
+        self.joining = [each for each in self.joining if any(not row.ended for row in each.rows)]
+        self.steps += 1
+        return events
+
+    def begin(self, task: AnswerTask) -> None:
+        """Gives a task a tail of its own."""
+        fork = task.cache.fork()
+        nothing = torch.empty(1, 0, dtype=torch.long, device=self.model.device)
+        row = self.row_of(task, 0)
+        task.group = Group(list(fork.layers), [row], nothing, nothing, None)
+        self.tasks.append(task)
+
+    def row_of(self, task: AnswerTask, sample: int) -> SampleRow:
+        stand_in = next(iter(self.stops), 0)
+        return SampleRow(sample, task.limit, Chooser(task.rows[sample], task, stand_in), task=task)
+
+    def drop_cancelled(self, events: list[Event]) -> None:
+        """Ends the tasks that nobody waits for."""
+        for task in [each for each in (*self.line, *self.tasks) if each.cancelled()]:
+            self.end(task)
+            events.append(Event(task, done=True))
+
+    def end(self, task: AnswerTask) -> None:
+        """Takes a task out, and its rows out of the next pass."""
+        if task in self.line:
+            self.line.remove(task)
+        if task in self.tasks:
+            self.tasks.remove(task)
+        for row in self.active_rows:
+            if row.task is task:
+                row.ended = True
+        task.paused.clear()
+        task.group = task.logits = None
+
+    def give_rows(self, events: list[Event]) -> None:
+        """Gives every task that has been read a row, then the free rows to those that have fewest."""
+        for task in list(self.tasks):
+            while task.waiting and not task.active:
+                self.resume(task, events)
+        while len(self.active_rows) > self.most:
+            self.pause_one()
+        while len(self.active_rows) < self.most:
+            waiting = [task for task in self.tasks if task.waiting]
+            if not waiting:
+                return
+            self.resume(min(waiting, key=lambda task: task.active), events)
+
+    def resume(self, task: AnswerTask, events: list[Event]) -> None:
+        """Goes on with a paused sample of a task, or begins one."""
+        if task.paused:
+            block = task.paused.popleft()
+            for row in block.rows:
+                row.paused = False
+            self.joining.append(block)
+            task.active += 1
+            return
+        row = self.row_of(task, task.begun)
+        task.begun += 1
+        token = row.chooser.choose(task.logits)
+        row.count_token(token, self.stops)
+        if not row.ended:
+            source = task.group
+            ids = torch.tensor([[token]], device=self.model.device)
+            group = Group([share_tail(part) for part in source.parts], [row], ids, source.positions, None)
+            row.columns = group.parts[0].columns
+            self.joining.append(Selection(group, [0]))
+        task.active += 1
+        if task.begun == len(task.rows):
+            task.group = task.logits = None
+        self.note(row, token, events)
+
+    def pause_one(self) -> None:
+        """Takes the latest sample of the task with most rows out of the next pass."""
+        rows = self.active_rows
+        task = max(self.tasks, key=lambda each: each.active)
+        chosen = max((row for row in rows if row.task is task), key=lambda row: row.number)
+        joining = next((block for block in self.joining if chosen in block.rows), None)
+        if joining:
+            self.joining.remove(joining)
+            task.paused.append(joining)
+        else:
+            group = next(group for group in self.running if chosen in group.rows)
+            task.paused.append(Selection(joined([Selection(group, [group.rows.index(chosen)])]), [0]))
+        chosen.paused = True
+        task.active -= 1
+
+    def regroup(self) -> None:
+        """Makes the groups of the next pass: rows that have ended or pause leave, others join those of their context.
+
+        A group whose rows are all the same stays as it is; any other is copied once.
+        """
+        buckets: list[list[Selection]] = []
+        for group in self.running:
+            places = [place for place, row in enumerate(group.rows) if not (row.ended or row.paused)]
+            if places:
+                buckets.append([Selection(group, places)])
+        for block in self.joining:
+            if all(row.ended for row in block.rows):
+                continue
+            fitting = next((bucket for bucket in buckets if fits(bucket, block)), None)
+            if fitting is None:
+                buckets.append([block])
+            else:
+                fitting.append(block)
+        self.joining = []
+        self.running = [joined(bucket) for bucket in buckets]
+
+    def take_pieces(self) -> list[AnswerTask]:
+        """Chooses what is read in the next pass; returns the tasks whose groups it belongs to."""
+        readers = [task for task in self.tasks if not task.is_read]
+        if not readers:
+            return []
+        first, *others = readers
+        sizes = {first: min(len(first.prompt) - first.read, self.piece // 2 if others else self.piece)}
+        free = self.piece - sizes[first]
+        for task in sorted(others, key=lambda each: len(each.prompt) - each.read):
+            rest = len(task.prompt) - task.read
+            size = min(rest, free)
+            if size < rest and size < SMALLEST:
+                break
+            sizes[task] = size
+            free -= size
+        sizes[first] = min(len(first.prompt) - first.read, sizes[first] + free)
+        for task, size in sizes.items():
+            start = task.cache.get_seq_length() + task.read
+            task.group.ids = task.prompt[task.read : task.read + size][None].to(self.model.device)
+            task.group.positions = torch.arange(start, start + size, device=self.model.device)[None]
+            task.group.unfinished = task.read + size < len(task.prompt)
+        return list(sizes)
+
+    def run(self, reading: Sequence[AnswerTask], events: list[Event]) -> None:
+        """Runs a pass over the answers that are written and the questions that are read.
+
+        Where it fails, for want of memory say, it is run again without the questions, whose failure it then was; if it
+        fails again, nothing that runs can go on.
+        """
+        groups = [*self.running, *(task.group for task in reading)]
+        if not groups:
+            return
+        columns = [group.parts[0].columns for group in groups]
+        read = {id(task.group): task for task in reading}
+
+        def keep_logits(group: Group, logits: Tensor) -> None:
+            task = read.get(id(group))
+            if task and len(task.rows) > 1:
+                task.logits = logits[0].clone()
+
+        try:
+            written = write_tokens(self.model, groups, self.stops, keep_logits=keep_logits)
+        except Exception as error:
+            failed = reading or list(dict.fromkeys(row.task for group in self.running for row in group.rows))
+            for task in failed:
+                self.end(task)
+                events.append(Event(task, done=True, error=error))
+            if reading:
+                for group, before in zip(groups, columns, strict=True):
+                    for part in group.parts:
+                        part.crop(part.seen + before)
+                self.run([], events)
+            else:
+                self.running = []
+            return
+        for group in self.running:
+            for row in group.rows:
+                row.columns += 1
+        for task in reading:
+            self.note_read(task)
+        for row, token in written:
+            self.note(row, token, events)
+
+    def note_read(self, task: AnswerTask) -> None:
+        """Notes that a piece of a question was read; after the last one its first sample goes on as a row."""
+        task.passes += 1
+        task.read += task.group.ids.shape[1] if task.group.unfinished else len(task.prompt) - task.read
+        if not task.is_read:
+            return
+        group, row = task.group, task.group.rows[0]
+        task.begun = 1
+        task.active = 1
+        row.columns = group.parts[0].columns
+        if len(task.rows) == 1:
+            task.group = None
+        else:  # further samples begin from here
+            parts = [share_tail(part) for part in group.parts]
+            task.group = Group(parts, [], group.ids, group.positions, None)
+        if not row.ended:
+            self.joining.append(Selection(group, [0]))
+
+    def note(self, row: SampleRow, token: int, events: list[Event]) -> None:
+        """Notes a token, and the end of its sample or task."""
+        task = row.task
+        if task.error:
+            if task in self.tasks:
+                self.end(task)
+                events.append(Event(task, done=True, error=task.error))
+            return
+        if row.count == 1 and row.number == 0:
+            self.longest_wait = max(self.longest_wait, self.steps - task.arrived - task.passes + 1)
+        if row.ended:
+            task.active -= 1
+            task.ended += 1
+        done = task.ended == len(task.rows)
+        events.append(Event(task, row.number, token, task.rows[row.number].likely, done))
+        if done:
+            self.end(task)
+
+
+def fits(bucket: Sequence[Selection], block: Selection) -> bool:
+    """Returns whether a row may join a bucket: it has the same context, and padding is no more than what is held."""
+    if bucket[0].group.parts[0].context_keys is not block.group.parts[0].context_keys:
+        return False
+    columns = [row.columns for each in (*bucket, block) for row in each.rows]
+    return len(columns) * max(columns) <= 2 * sum(columns) + SLACK * len(columns)
+
+
+def joined(blocks: Sequence[Selection]) -> Group:
+    """Returns a group of the chosen rows of groups over one context."""
+    first = blocks[0].group
+    if len(blocks) == 1 and len(blocks[0].places) == len(first.rows):
+        return first
+    rows = [row for block in blocks for row in block.rows]
+    widths = [max(row.columns for row in block.rows) for block in blocks]
+    width = max(widths)
+    layers = zip(*(block.group.parts for block in blocks), strict=True)
+    places = [block.places for block in blocks]
+    parts = [gather_rows(list(zip(own, places, strict=True)), widths, ROOM) for own in layers]
+    ids = torch.cat([block.group.ids[block.places] for block in blocks])
+    positions = torch.cat([block.group.positions[block.places] for block in blocks])
+    visible = None
+    if any(row.columns < width for row in rows):
+        lead = torch.tensor([[width - row.columns] for row in rows], device=ids.device)
+        visible = torch.arange(width + 1, device=ids.device) >= lead
+    return Group(parts, rows, ids, positions, visible)

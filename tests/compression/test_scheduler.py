@@ -1,0 +1,287 @@
+"""Answers do not depend on what else runs: questions come, are read in pieces, pause, fail and leave at random."""
+
+import random
+
+import pytest
+import torch
+
+from restorekv import compress
+from restorekv.compression import generate
+from restorekv.compression.sampling import Decoding, rows_of
+from restorekv.compression.scheduler import AnswerTask, Scheduler
+from restorekv.model.prompt import question_ids
+from tests.helpers.models import build_model
+
+WORDS = "the code of the red house is seven and who lives in the blue house with a green door".split()
+OPTIONS = (
+    {}, {}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.7, "seed": 8, "top_p": 0.9, "logprobs": 2},
+    {"logprobs": 3}, {"samples": 3, "temperature": 1.0, "seed": 5}, {"samples": 6, "seed": 1, "temperature": 2.0},
+    {"stop": ("e", "th")}, {"repetition_penalty": 1.3}, {"min_p": 0.1, "temperature": 1.5, "samples": 2},
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama"])
+def world(request, tiny_tokenizer):
+    """A model, its tokenizer, and documents of which the heads keep different numbers of pairs."""
+    model = build_model(request.param)
+    texts = [" ".join(WORDS * (2 + 3 * number)) for number in range(4)]
+    ratios = (0.3, 0.6, 1, 0.2)
+    documents = [
+        compress(model, tiny_tokenizer, text, ratio=ratio, adapter=None, **more)
+        for text, ratio, more in zip(texts, ratios, ({}, {"evictor": "snapkv"}, {}, {"storage": "int8"}), strict=True)
+    ]
+    return model, tiny_tokenizer, documents
+
+
+class Asked:
+    """A question with its options, and what came of it."""
+
+    def __init__(self, world, document, words, limit, options):
+        self.model, self.tokenizer, documents = world
+        self.document = documents[document]
+        self.question = " ".join(words)
+        self.limit = limit
+        self.options = options
+        self.decoding = Decoding.make(**options)
+        self.cancelled = False
+        self.tokens = [[] for _ in range(self.decoding.samples)]
+        self.done = None
+        self.error = None
+
+    def task(self):
+        prompt = question_ids(self.tokenizer, self.document.context, self.question)[0]
+        read = torch.cat([self.document.context.ids[0], prompt])[None]
+        samples = self.decoding.samples
+        seeds = [self.decoding.seed + number for number in range(samples)]
+        stops = generate.stop_ids(self.model, self.tokenizer)
+        self.rows = rows_of(self.decoding, self.tokenizer, [read] * samples, seeds, stops, always=True)
+        self.made = AnswerTask(
+            self.document.cache, prompt, self.limit, self.rows, cancelled=lambda: self.cancelled, label=self
+        )
+        return self.made
+
+    def expected(self):
+        found = self.document.ask(self.question, self.limit, details=True, **self.options)
+        return found if isinstance(found, list) else [found]
+
+    def check(self):
+        """The answers are the library's own, in every token and, but for the last bits, every log-probability."""
+        for sample, answer in enumerate(self.expected()):
+            assert self.tokens[sample] == list(answer.ids) == self.rows[sample].answer
+            if answer.logprobs is not None:
+                assert self.rows[sample].logprobs == pytest.approx(answer.logprobs, abs=1e-4)
+
+
+def random_question(world, chance, longest):
+    words = [chance.choice(WORDS) for _ in range(chance.choice((1, 3, 8, 20, longest)))]
+    options = chance.choice(OPTIONS)
+    return Asked(world, chance.randrange(4), words, chance.choice((1, 2, 5, 12, 25)), options)
+
+
+def run(engine, arriving, each_step=lambda step: None, longest=2000):
+    """Admit questions at their steps and step until all is done; returns every event."""
+    events, step = [], 0
+    while arriving or engine.busy:
+        for asked in arriving.pop(step, ()):
+            engine.admit(asked.task())
+        each_step(step)
+        for event in engine.step():
+            asked = event.task.label
+            assert asked.done is None
+            if event.token is not None:
+                asked.tokens[event.sample].append(event.token)
+                asked.first = getattr(asked, "first", step)
+            asked.error = asked.error or event.error
+            asked.done = step if event.done else None
+            events.append((step, event))
+        rows = [row for group in engine.running for row in group.rows]
+        assert len(rows) <= 2 * engine.most and len(engine.tasks) <= engine.most
+        step += 1
+        assert step < longest
+    assert not engine.running and not engine.joining and not engine.active_rows
+    return events
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_answers_are_the_librarys_own_whatever_joins_and_leaves(world, seed):
+    chance = random.Random(seed)
+    most, piece = chance.choice((1, 2, 4, 16)), chance.choice((8, 40, 256))
+    engine = Scheduler(world[0], generate.stop_ids(*world[:2]), most, piece)
+    arriving, every = {}, []
+    for _ in range(9):
+        every.append(random_question(world, chance, 90))
+        arriving.setdefault(chance.choice((0, 0, chance.randrange(30))), []).append(every[-1])
+    gone = {id(each): chance.randrange(40) for each in every if chance.random() < 0.2}
+
+    def leave(step):
+        for each in every:
+            if gone.get(id(each)) == step and each.done is None:
+                each.cancelled = True
+
+    run(engine, arriving, leave)
+    assert all(each.done is not None and each.error is None for each in every)
+    left = [each for each in every if each.cancelled]
+    for each in every:
+        if each in left:
+            for sample, answer in enumerate(each.expected()):
+                assert list(answer.ids)[: len(each.tokens[sample])] == each.tokens[sample]
+        else:
+            each.check()
+
+
+def scheduler_of(world, **more):
+    return Scheduler(world[0], {319}, **more)
+
+
+def endless(world, document, words=3, limit=40, **options):
+    """A question whose answer has `limit` tokens."""
+    world[0].generation_config.eos_token_id = 319
+    return Asked(world, document, (WORDS * 60)[:words], limit, options)
+
+
+@pytest.fixture(autouse=True)
+def usual_stops(world):
+    before = world[0].generation_config.eos_token_id
+    yield
+    world[0].generation_config.eos_token_id = before
+
+
+@pytest.mark.parametrize("words", [3, 120])
+def test_a_late_question_gets_its_first_token_within_three_steps_and_its_own_reading(world, words):
+    engine = scheduler_of(world, piece=64)
+    streams = [endless(world, number % 4) for number in range(8)]
+    late = endless(world, 0, words, limit=4)
+    run(engine, {0: streams, 20: [late]})
+    own = -(-len(late.made.prompt) // 64)
+    assert (own == 1) == (words == 3)
+    assert late.first - 20 < 3 + own and late.done < min(each.done for each in streams)
+    assert engine.longest_wait <= 3
+    for each in (late, *streams):
+        each.check()
+
+
+def test_a_long_question_costs_the_others_one_piece_a_step(world):
+    engine = scheduler_of(world, piece=32)
+    stream, long = endless(world, 0), endless(world, 1, words=300, limit=3)
+    sizes = []
+    hook = world[0].register_forward_pre_hook(
+        lambda _, __, given: sizes.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    with hook:
+        events = run(engine, {0: [stream], 5: [long]})
+    steps = [step for step, event in events if event.task.label is stream and event.token is not None]
+    assert steps == list(range(len(steps))) and len(steps) > 30  # a token in every step
+    assert max(sizes) <= 32 + 2 and long.first - 5 >= len(long.made.prompt) // 32
+    long.check()
+
+
+def test_long_questions_starve_no_short_one_and_short_ones_no_long_one(world):
+    engine = scheduler_of(world, piece=64)
+    long = [endless(world, number % 4, words=300, limit=2) for number in range(4)]
+    short = {step: [endless(world, 1, limit=2)] for step in range(2, 40)}
+    run(engine, {0: long, **short})
+    assert all(asked.first - step <= 3 for step, (asked,) in short.items())
+    assert long[0].first <= 2 * len(long[0].made.prompt) / 64 + 3
+    for each in (*long, short[9][0]):
+        each.check()
+
+
+def test_samples_of_one_question_leave_rows_to_others(world):
+    engine = scheduler_of(world, most=4)
+    many = endless(world, 0, samples=12, temperature=1.0, limit=20)
+    late = [endless(world, number, limit=5) for number in range(3)]
+    run(engine, {0: [many], 6: late})
+    assert all(each.first - 6 <= 3 and each.done <= 15 for each in late)
+    for each in (many, *late):
+        each.check()
+
+
+def test_more_questions_than_rows_wait_in_line_and_begin_in_order(world):
+    engine = scheduler_of(world, most=2)
+    every = [endless(world, number % 4, limit=6) for number in range(6)]
+    run(engine, {0: every})
+    firsts = [each.first for each in every]
+    assert firsts == sorted(firsts) and firsts[-1] > 10
+    for each in every:
+        each.check()
+
+
+def test_an_error_in_a_row_ends_its_own_question(world):
+    engine = scheduler_of(world)
+    every = [endless(world, 0, limit=9) for _ in range(3)] + [endless(world, 0, limit=9, samples=3, temperature=1.0)]
+    broken = [every[1], every[3]]
+
+    def break_rows(step):
+        for each in broken if step == 3 else ():
+
+            def choose(_):
+                raise ValueError("the grammar gave up")
+
+            each.rows[-1].choose = choose
+
+    run(engine, {0: every}, break_rows)
+    assert [str(each.error) for each in broken] == ["the grammar gave up"] * 2
+    for each in every:
+        if each not in broken:
+            each.check()
+
+
+def test_what_fails_while_a_question_is_read_harms_no_other(world):
+    """Such as memory that runs out."""
+    engine = scheduler_of(world, piece=32)
+    stream, long = endless(world, 0, limit=30), endless(world, 1, words=300, limit=3)
+
+    def fail(_, inputs, given):
+        if given["input_ids"].shape[1] > 30 and engine.steps > 8:
+            raise MemoryError("no more memory")
+
+    with world[0].register_forward_pre_hook(fail, with_kwargs=True):
+        run(engine, {0: [stream], 5: [long]})
+    assert isinstance(long.error, MemoryError) and stream.error is None
+    stream.check()
+
+
+def test_a_pass_that_fails_in_the_middle_is_taken_back(world):
+    """Some layers have the new tokens by then, others have not."""
+    engine = scheduler_of(world, piece=32)
+    stream, long = endless(world, 2, limit=30), endless(world, 1, words=300, limit=3)
+
+    def fail(_, args):
+        if args[0].shape[1] > 30 and engine.steps > 8:
+            raise MemoryError("no more memory")
+
+    with world[0].model.layers[1].register_forward_pre_hook(fail):
+        run(engine, {0: [stream], 5: [long]})
+    assert isinstance(long.error, MemoryError) and stream.error is None
+    stream.check()
+
+
+def test_who_leaves_frees_memory_at_the_next_step(world):
+    engine = scheduler_of(world)
+    gone, stays = endless(world, 0, words=200), endless(world, 0)
+    reading, waits = endless(world, 1, words=300), endless(world, 1)
+
+    def leave(step):
+        if step == 12:
+            for each in (gone, reading, waits):
+                each.cancelled = True
+        if step == 14:
+            widths = [group.parts[0].columns for group in engine.running]
+            assert len(engine.tasks) == 1 and max(widths) < 120
+
+    run(engine, {0: [gone, stays], 11: [reading], 12: [waits]}, leave)
+    assert gone.done == reading.done == waits.done == 12 and not waits.tokens[0]
+    stays.check()
+
+
+def test_rows_of_one_context_share_tails_unless_that_costs_too_much(world):
+    engine = scheduler_of(world, piece=512)
+    every = [endless(world, 0, words=3 + number) for number in range(5)]
+    long = endless(world, 0, words=400)
+    groups = []
+    run(
+        engine, {0: [*every[:3], long], 7: every[3:]}, lambda step: groups.append([len(g.rows) for g in engine.running])
+    )
+    assert sorted(groups[20]) == [1, 5]
+    for each in (*every, long):
+        each.check()
