@@ -2,12 +2,11 @@
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "src" / "restorekv"
+from tests.helpers.source import FILES, PACKAGE, ROOT, imported, name_of
+
 ROOMS = (  # each imports only from itself and from those before it
     "restorekv.errors", "restorekv.spec", "restorekv.bounds", "restorekv.files", "restorekv.seal", "restorekv.cache",
     "restorekv.model.attention", "restorekv.model", "restorekv.evictors", "restorekv.restore", "restorekv.compression",
@@ -16,21 +15,6 @@ ROOMS = (  # each imports only from itself and from those before it
     "restorekv.__main__", "benchmarks", "paper",
 )  # fmt: skip
 TOP, LOOSE = 14, 7  # rooms (the library's twelve, vllm/ and serve/) and loose files that one sees in the package
-FILES = sorted(
-    path
-    for folder in (PACKAGE, ROOT / "benchmarks", ROOT / "paper")
-    for path in folder.rglob("*.py")
-    if path != PACKAGE / "__init__.py"
-)
-
-
-def name_of(path: Path) -> str:
-    """The name under which a file is imported."""
-    base = PACKAGE.parent if path.is_relative_to(PACKAGE) else ROOT
-    return ".".join(path.relative_to(base).with_suffix("").parts).removesuffix(".__init__")
-
-
-MODULES = {name_of(path) for path in FILES}
 
 
 def room_of(module: str) -> int:
@@ -38,20 +22,6 @@ def room_of(module: str) -> int:
     fitting = [room for room in ROOMS if f"{module}.".startswith(f"{room}.")]
     assert fitting, f"{module} has no room; add it to ROOMS"
     return ROOMS.index(max(fitting, key=len))
-
-
-def imported(tree: ast.Module) -> set[str]:
-    """The project's modules that a file imports, anywhere in it."""
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            if [alias.name for alias in node.names] == ["__version__"]:  # of the package, which imports nothing
-                continue
-            whole = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= (whole & MODULES) or {node.module}
-        elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return {name for name in found if name.partition(".")[0] in ("restorekv", "benchmarks", "paper")}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

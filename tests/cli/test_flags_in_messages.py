@@ -5,7 +5,7 @@ import re
 from functools import cache
 
 from restorekv.cli import COMMANDS, load
-from tests.test_layers import FILES, MODULES, imported, name_of
+from tests.helpers.source import FILES, MODULES, imported, name_of
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 FOREIGN = {  # flags of other programs, in the sentences that say how to call them

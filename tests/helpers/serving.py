@@ -29,7 +29,9 @@ def serving(model, tokenizer, folder: Path, **settings: object) -> Iterator[str]
 @contextlib.contextmanager
 def listening(app: FastAPI) -> Iterator[str]:
     """The address of a server in a thread of this process."""
-    server = Server(uvicorn.Config(app, port=0, log_level="error", **HTTP), app)
+    config = uvicorn.Config(app, port=0, log_level="error", **HTTP)
+    whole = hasattr(app.state, "service")  # else an application of a single part, which has no answers to end
+    server = Server(config, app) if whole else uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
