@@ -90,6 +90,22 @@ def test_kinds_of_rope(kind):
     assert ("RoPE changes the keys" in why) == (kind in LIMITS)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", LIMITS)
+def test_no_scoring_pass_changes_how_a_model_rotates(kind):
+    """Such a pass would score with other keys, and answers of other threads would be rotated anew meanwhile."""
+    model = decoders.build("llama", rope_parameters={"rope_type": kind, "rope_theta": 10000.0, **ROPES[kind]})
+    tokenizer = build_tokenizer()
+    ids = torch.randint(3, 290, (24,), generator=torch.Generator().manual_seed(0)).tolist()
+    frequencies = model.model.rotary_emb.inv_freq.clone()
+    for evictor in ("kvzip", "kvzip+", "contrastkv"):
+        with pytest.raises(ModelError, match=r"reads it again up to position .* such as snapkv"):
+            compress(model, tokenizer, ids, adapter=None, evictor=evictor, ratio=0.5)
+    small = compress(model, tokenizer, ids, adapter=None, evictor="snapkv:window=8", ratio=0.5)
+    small.ask("what?", max_new_tokens=2)
+    assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
+
+
 def with_eager(monkeypatch, change):
     """A Llama whose eager attention is changed, as in a class of its own."""
     module = sys.modules["transformers.models.llama.modeling_llama"]
@@ -154,7 +170,7 @@ def test_the_window_bounds_whatever_a_query_would_see(mistral):
     model, tokenizer = mistral
     assert usable_positions(model) == WINDOW
     ids = exactness.random_ids(400)[0].tolist()
-    with pytest.raises(RestoreKVError, match=r"400 tokens, and layers see at most 300 positions.*--max-context cut"):
+    with pytest.raises(RestoreKVError, match=r"400 tokens, .* because layers see at most 300 positions; .*--max-context cut"):
         compress(model, tokenizer, ids, adapter=None)
     cut = compress(model, tokenizer, ids, adapter=None, max_context="cut", evictor="random")
     assert cut.context.positions < WINDOW and cut.manifest.cut

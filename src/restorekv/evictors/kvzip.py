@@ -26,6 +26,7 @@ from restorekv.model.observer import LayerView, observe_layers
 from restorekv.model.prefill import query_only_view
 from restorekv.model.prompt import encode
 from restorekv.model.shape import CacheShape, decoder
+from restorekv.model.support import refuse_scoring_beyond
 
 FIRST = "\n\nRepeat the previous context exactly."
 LATER = "\n\nRepeat the part of the previous context exactly, starting with"
@@ -77,6 +78,7 @@ class KVzip(Evictor):
                 columns[view.layer], output = self.chunk_scores(view, full.layers[view.layer], part.start, part.end)
                 return output
 
+            refuse_scoring_beyond(model, full.get_seq_length() + part.ids.shape[-1])
             with observe_layers(model, on_layer):
                 ids = part.ids.to(model.device)
                 decoder(model)(input_ids=ids, past_key_values=query_only_view(full), use_cache=True)

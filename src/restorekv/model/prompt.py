@@ -110,14 +110,14 @@ def fit(model: PreTrainedModel, context: Context, too_long: str = "refuse", offs
     if most < 1:
         raise RestoreKVError(f"The model's {limit:,} positions have no room for a text; use a smaller offset.")
     if too_long == "refuse":
-        why = f"the model's {limit:,} positions"
+        room = f"the model's {limit:,} positions have room for {most:,} and a question"
         fix = "stretch the model's RoPE (--yarn 2)"
         if limit < longest(model.config):
-            why = f"{support_of(model).beyond}, which"
+            room = f"there is room for {most:,} and a question, because {support_of(model).beyond}"
             fix = "use another model"
         error = TextTooLongError(
-            f"The context has {context.tokens:,} tokens, and {why} have room for {most:,} and a question; shorten it, "
-            f"cut its end (--max-context cut) or {fix}."
+            f"The context has {context.tokens:,} tokens, and {room}; shorten it, cut its end (--max-context cut) "
+            f"or {fix}."
         )
         error.tokens, error.positions, error.room = context.tokens, limit, most
         raise error

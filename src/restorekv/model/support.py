@@ -57,10 +57,14 @@ _probing = threading.Lock()
 
 @dataclass(frozen=True)
 class Support:
-    """What a model computes: `positions` that are exact, and what happens after them as part of a sentence."""
+    """What a model computes: `positions` that are exact, and what happens after them as part of a sentence.
+
+    `changes_keys` says that a pass beyond them changes how the model rotates, until a shorter pass changes it back.
+    """
 
     positions: int = UNLIMITED
     beyond: str = ""
+    changes_keys: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,19 @@ def refuse_beyond(model: PreTrainedModel, positions: int, what: str) -> None:
     if positions > support.positions:
         raise ModelError(
             f"{what} needs {positions:,} positions, and {support.beyond} of {name_of(model)}; shorten it, or {WHICH}."
+        )
+
+
+def refuse_scoring_beyond(model: PreTrainedModel, positions: int) -> None:
+    """Refuses a pass that reads the text again to score it, where its positions change how the model rotates.
+
+    A window does not matter here: the scorer computes attention over the whole text itself.
+    """
+    support = support_of(model)
+    if support.changes_keys and positions > support.positions:
+        raise ModelError(
+            f"Scoring this text reads it again up to position {positions:,}, and {support.beyond} of {name_of(model)}; "
+            "shorten the text, or use an evictor that reads it once, such as snapkv."
         )
 
 
@@ -361,7 +378,7 @@ def rotation_limit(model: PreTrainedModel, ids: Tensor, positions: Tensor, cache
     if not holds(model, first, positions[:, :CACHED], own, limit):
         limit -= 1
     keys_with(model, first, positions[:, :CACHED], START + CACHED)  # the first frequencies again
-    return Support(limit, f"beyond {limit:,} positions RoPE changes the keys of all earlier tokens")
+    return Support(limit, f"beyond {limit:,} positions RoPE changes the keys of all earlier tokens", changes_keys=True)
 
 
 def check_moves(model: PreTrainedModel, turn: Callable[[Tensor, int], Tensor]) -> None:
