@@ -1,5 +1,6 @@
 """Bodies that no program should compute with: half characters, depth, numbers, forms of many fields, Host headers."""
 
+import asyncio
 import http.client
 import json
 from pathlib import Path
@@ -120,6 +121,19 @@ def test_a_form_is_one_file_and_small_fields(url, content, message):
     status, answer = send(url, "POST", "/v1/files", content, content_type=f"multipart/form-data; boundary={EDGE}")
     assert status == 400 and message in answer["error"]["message"]
     assert "send one file and, of at most 1,024 bytes each, purpose" in answer["error"]["message"]
+
+
+def test_a_refused_form_that_has_arrived_is_answered_at_once():
+    """What is read after the end of a body is the client's leaving, which may take forever."""
+    parts = [form(("nonsense" * 1000, None, b"a" * 2000), FILE)]
+
+    async def receive() -> dict:
+        assert parts, "nobody waits after the last part"
+        return {"type": "http.request", "body": parts.pop(), "more_body": False}
+
+    scope = {"type": "http", "headers": [(b"content-type", f"multipart/form-data; boundary={EDGE}".encode())]}
+    with pytest.raises(BodyError, match="The form cannot be used"):
+        asyncio.run(body.CheckedRequest(scope, receive).form())
 
 
 def test_a_form_as_openai_sends_it_is_taken(client):

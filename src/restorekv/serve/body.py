@@ -17,6 +17,7 @@ from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
+from starlette.types import Message, Receive, Scope
 
 from restorekv.files import finite, unique, whole_number
 from restorekv.serve.documents import shown
@@ -43,6 +44,21 @@ class BodyError(HTTPException):
 class CheckedRequest(Request):
     """A request whose body is checked while it is read."""
 
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self.body_ended = False
+
+        async def receive_part() -> Message:
+            message = await receive()
+            self.body_ended = not message.get("more_body", False)
+            return message
+
+        super().__init__(scope, receive_part)
+
+    async def drain(self) -> None:
+        """Reads the rest of a refused body, so that a client that still sends reads the answer."""
+        if not self.body_ended:  # else there is nothing to wait for but the client's leaving
+            await drained(self.receive)
+
     async def json(self) -> Any:
         """Returns the body as JSON; raises BodyError."""
         if not hasattr(self, "_checked"):
@@ -55,12 +71,12 @@ class CheckedRequest(Request):
         try:
             made = await super().form(max_files=1, max_fields=len(FORM), max_part_size=FIELD)
         except HTTPException as error:
-            await drained(self.receive)  # so that the client, who still sends, reads the answer
+            await self.drain()
             raise form_error(str(error.detail).rstrip(".")) from None
         except OSError as error:  # a large file goes to a temporary one
             if (lack := explain_lack(error)) is None:
                 raise
-            await drained(self.receive)
+            await self.drain()
             raise BodyError(*lack) from None
         try:
             check_form(made)
