@@ -170,7 +170,8 @@ def test_the_window_bounds_whatever_a_query_would_see(mistral):
     model, tokenizer = mistral
     assert usable_positions(model) == WINDOW
     ids = exactness.random_ids(400)[0].tolist()
-    with pytest.raises(RestoreKVError, match=r"400 tokens, .* because layers see at most 300 positions; .*--max-context cut"):
+    refusal = r"400 tokens, .* because layers see at most 300 positions; .*--max-context cut"
+    with pytest.raises(RestoreKVError, match=refusal):
         compress(model, tokenizer, ids, adapter=None)
     cut = compress(model, tokenizer, ids, adapter=None, max_context="cut", evictor="random")
     assert cut.context.positions < WINDOW and cut.manifest.cut

@@ -131,7 +131,8 @@ def test_a_refused_form_that_has_arrived_is_answered_at_once():
         assert parts, "nobody waits after the last part"
         return {"type": "http.request", "body": parts.pop(), "more_body": False}
 
-    scope = {"type": "http", "headers": [(b"content-type", f"multipart/form-data; boundary={EDGE}".encode())]}
+    content_type = f"multipart/form-data; boundary={EDGE}".encode()
+    scope = {"type": "http", "app": None, "headers": [(b"content-type", content_type)]}
     with pytest.raises(BodyError, match="The form cannot be used"):
         asyncio.run(body.CheckedRequest(scope, receive).form())
 
