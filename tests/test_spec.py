@@ -97,17 +97,26 @@ def identity_of(folder: Path) -> tuple[str, str]:
     return done.stdout.strip(), done.stderr
 
 
-def test_evictors_of_installed_packages_are_known_by_name_and_source(tmp_path):
-    (tmp_path / "mine.py").write_text(OWN.format(sign="-"))
-    (about := tmp_path / "mine-1.0.dist-info").mkdir()
+def install_evictor(folder: Path, source: str) -> None:
+    """Writes what `pip install` would leave of a package with an evictor."""
+    (folder / "mine.py").write_text(source)
+    (about := folder / "mine-1.0.dist-info").mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text("[restorekv.evictors]\nfirst = mine:First\n")
+
+
+@pytest.mark.slow
+def test_evictors_of_installed_packages_are_known_by_name_and_source(tmp_path):
+    install_evictor(tmp_path, OWN.format(sign="-"))
     first, _ = identity_of(tmp_path)
     assert re.fullmatch("first#[0-9a-f]{12}", first)
     (tmp_path / "mine.py").write_text(OWN.format(sign="2 * -"))
     second, _ = identity_of(tmp_path)
     assert re.fullmatch("first#[0-9a-f]{12}", second) and second != first
-    (tmp_path / "mine.py").write_text("raise ValueError('it needs Fortran')")
+
+
+def test_an_evictor_that_cannot_be_loaded_is_named(tmp_path):
+    install_evictor(tmp_path, "raise ValueError('it needs Fortran')")
     _, errors = identity_of(tmp_path)
     assert "mine:First, an entry point of restorekv.evictors, cannot be loaded (it needs Fortran)" in errors
     assert "There is no evictor 'first'" in errors

@@ -102,6 +102,7 @@ def test_wrong_options_are_refused(wrong):
         cost.CostOptions(**wrong)
 
 
+@pytest.mark.slow
 def test_the_command_measures_and_shows_cost(saved, tmp_path, monkeypatch):
     monkeypatch.setattr(cost, "compression_apart", in_process)
     command = ("benchmarks", "efficiency", "--out", tmp_path, "--model", saved, "--scorer", "knorm",

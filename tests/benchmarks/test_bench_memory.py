@@ -31,8 +31,8 @@ def folder(tmp_path_factory):
         ("plain", False, ["prefill", "score", "restore", "evict"]),
         pytest.param("plain", True, ["fill", "score", "restore", "evict"], marks=pytest.mark.slow),
         pytest.param("offload", False, ["prefill", "score", "restore", "evict"], marks=pytest.mark.slow),
-        ("offload", True, ["fill", "score", "restore", "evict"]),
-        ("streaming", False, ["part"]),
+        pytest.param("offload", True, ["fill", "score", "restore", "evict"], marks=pytest.mark.slow),
+        pytest.param("streaming", False, ["part"], marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.filterwarnings("ignore:The adapter learned to read full caches")

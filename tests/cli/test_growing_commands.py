@@ -97,7 +97,10 @@ cli.main(sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize("moment, ending, code", [("answering", signal.SIGTERM, 143), (">", signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    "moment, ending, code",
+    [("answering", signal.SIGTERM, 143), pytest.param(">", signal.SIGHUP, 129, marks=pytest.mark.slow)],
+)
 def test_a_signal_ends_a_chat(world, moment, ending, code):
     """Both while it answers a piped question and while it waits for one on a terminal."""
     command = [sys.executable, "-c", SLOW, "chat", world.cache, "--model", world.model]

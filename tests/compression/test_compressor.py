@@ -20,7 +20,7 @@ from restorekv.model.prompt import BETWEEN, make_context
 from restorekv.model.shape import CacheShape
 from restorekv.restore.adapter import RestoreAdapter
 from tests.helpers.compressing import QUESTIONS, TEXT, TOKENS, make_adapter
-from tests.helpers.models import build_model
+from tests.helpers.models import ONE_FAMILY, build_model
 
 
 @pytest.fixture
@@ -120,6 +120,7 @@ def test_generate_cannot_spoil_a_cache_that_was_not_forked(case, options):
     assert small.generate(QUESTIONS[0], max_new_tokens=3, num_beams=rows)
 
 
+@pytest.mark.parametrize("tiny_model", ONE_FAMILY, indirect=True)
 def test_a_new_process_gives_the_same_answers(case, tmp_path):
     model, tokenizer, text = case
     model.save_pretrained(tmp_path / "model")

@@ -76,6 +76,7 @@ def hired(pool):
     return lambda: pool.hired
 
 
+@pytest.mark.slow
 def test_a_worker_killed_in_the_middle(pool, hired, here, tmp_path, monkeypatch):
     """SIGKILL while it answers: that is done again by another, and the files are those of this process."""
     answers, killed = pool.answers, []
@@ -97,6 +98,7 @@ def test_a_worker_killed_in_the_middle(pool, hired, here, tmp_path, monkeypatch)
     assert here[1], "the adapter is for the prefix policy free"
 
 
+@pytest.mark.slow
 def test_what_was_begun_here_is_ended_there(pool, here, tmp_path):
     done = run(CELLS[:3], tmp_path)
     answers = done[2].folder / results.ANSWERS
@@ -108,6 +110,7 @@ def test_what_was_begun_here_is_ended_there(pool, here, tmp_path):
     assert contents(tmp_path) == here[0]
 
 
+@pytest.mark.slow
 def test_a_mistake_is_one_sentence_and_costs_no_worker(pool, hired, tmp_path):
     for cells, said in [
         (grid("model", BENCHMARK, adapters=("nowhere",)), "nowhere"),
@@ -128,6 +131,7 @@ def test_a_call_that_kills_every_worker_ends_the_run(pool, hired):
     assert len(list(pool.work([("ready", ())] * 9))) == 9, "the pool goes on"
 
 
+@pytest.mark.slow
 def test_a_bug_keeps_its_kind(pool, hired):
     with pytest.raises(KeyError, match="no such sample"):
         list(pool.work([("ask", (jobs(CELLS)[0], "no such sample", CELLS[:1]))]))

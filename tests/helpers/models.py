@@ -1,5 +1,6 @@
 """Tiny random models of both families and a tokenizer, made in memory."""
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -39,6 +40,10 @@ FAMILIES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
 }
+
+
+# For tests that take seconds: one family in `make test`, the other in the nightly run.
+ONE_FAMILY = ["llama", pytest.param("qwen3", marks=pytest.mark.slow)]
 
 
 def build_model(family: str, seed: int = 0, **overrides: object) -> PreTrainedModel:

@@ -42,6 +42,7 @@ def run(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 def test_sources_have_the_true_formats(run):
     sources = run / "runs" / "sources"
     long = json.loads((sources / "LongAlpaca.json").read_text())
@@ -62,6 +63,7 @@ def stretches(text: str) -> set[str]:
     return {" ".join(found[start : start + STRETCH]) for start in range(len(found) - STRETCH + 1)}
 
 
+@pytest.mark.slow
 def test_nothing_of_the_test_split_gets_in(run):
     tests = set().union(*(stretches(made.text) for made in suite.documents(load_model("bundled")[1], 60)))
     assert any(tests & stretches(row["instruction"]) for row in json.loads(
@@ -72,6 +74,7 @@ def test_nothing_of_the_test_split_gets_in(run):
         assert len(contexts) >= 5 and not any(tests & stretches(text) for text in contexts)
 
 
+@pytest.mark.slow
 def test_the_page_and_the_figures_tell_what_is_in_the_files(run):
     kept = json.loads((run / "docs" / "results" / "data-table.json").read_text())
     page = (run / "docs" / "data-table.md").read_text()

@@ -308,6 +308,7 @@ def test_the_search_agrees_with_counting_up(seed):
     )
 
 
+@pytest.mark.slow
 def test_samples_are_the_same_in_another_process(tokenizer):
     spec = "ruler:length=1024,per_task=1,seed=5"
 

@@ -30,10 +30,11 @@ from restorekv.train.examples import (
 from restorekv.train.loop import initial_adapter, train
 from restorekv.train.loss import answer_logits, divergence
 from restorekv.train.teacher_cache import TeacherCache
-from tests.helpers.models import SHAPE, build_model
+from tests.helpers.models import ONE_FAMILY, SHAPE, build_model
 from tests.helpers.training import CONFIG, EXAMPLES, TEXT, losses
 
 
+@pytest.mark.parametrize("tiny_model", ONE_FAMILY, indirect=True)
 def test_loss_falls_and_the_backbone_is_untouched(tiny_model, tiny_tokenizer, tmp_path):
     before = {name: weight.clone() for name, weight in tiny_model.state_dict().items()}
     ids = torch.arange(3, 40)[None]
@@ -47,6 +48,7 @@ def test_loss_falls_and_the_backbone_is_untouched(tiny_model, tiny_tokenizer, tm
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
 
 
+@pytest.mark.parametrize("tiny_model", ONE_FAMILY, indirect=True)
 def test_a_run_goes_on_from_an_adapter(tiny_model, tiny_tokenizer, tmp_path):
     first = train(tiny_model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "first")
     place = str(tmp_path / "first" / "adapter")
