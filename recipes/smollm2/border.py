@@ -1,0 +1,138 @@
+"""Measure from which ratio on restoring does harm, benchmark by benchmark, from runs of `restorekv eval`.
+
+    A=src/restorekv/smollm2/adapters/kvzip
+    restorekv eval --model smollm2 --prefix-policy free --evictor kvzip@none --evictor kvzip@$A \\
+        --ratio 0.3 --ratio 0.2 --ratio 0.15 --benchmark ruler:length=1024,per_task=5 --out runs/border
+    python recipes/smollm2/border.py runs/border --json docs/results/smollm2-border.json
+
+For every ratio, the divergence from the full cache of the evictor alone and restored is compared context by context.
+A restored cache does harm where the 95 % interval of the difference lies above zero, and helps where it lies below.
+Writes the JSON file, and the table between two marks of docs/evaluation.md. Without runs, the table is made again from
+the JSON file.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from restorekv.errors import RestoreKVError
+from restorekv.evaluation.fidelity import summarized
+from restorekv.evaluation.results import Result, load
+from restorekv.evaluation.stats import weighted_interval
+from restorekv.files import read_json, replacing, write_json
+
+ROOT = Path(__file__).parents[2]
+STORED = ROOT / "docs" / "results" / "smollm2-border.json"
+PAGE = ROOT / "docs" / "evaluation.md"
+BEGIN = "<!-- made by recipes/smollm2/border.py -->"
+END = "<!-- end of the border -->"
+
+
+def compare(alone: Result, restored: Result) -> dict[str, object]:
+    """Returns the divergences of two cells that were asked the same contexts, and their paired difference.
+
+    Contexts that only one of them has answered so far are left out.
+    """
+    of_alone = {line["sample"]: line for line in alone.lines}
+    of_restored = {line["sample"]: line for line in restored.lines}
+    samples = [sample for sample in of_alone if sample in of_restored]
+    if not samples:
+        raise RestoreKVError(f"{alone.folder} and {restored.folder} share no context; let both runs end.")
+    differences = []
+    weights = []
+    for sample in samples:
+        totals = []
+        for line in (of_alone[sample], of_restored[sample]):
+            totals.append(sum(answer["kl"] * answer["answer_tokens"] for answer in line["answers"]))
+        differences.append(totals[1] - totals[0])
+        weights.append(sum(answer["answer_tokens"] for answer in of_alone[sample]["answers"]))
+    mean, low, high = weighted_interval(np.array(differences), np.array(weights, dtype=float))
+    benchmark = alone.facts["benchmark"]
+    return {
+        "benchmark": alone.cell.benchmark,
+        "title": benchmark["title"],
+        "evictor": alone.cell.evictor,
+        "ratio": float(alone.cell.ratio),
+        "contexts": len(samples),
+        "questions": sum(len(of_alone[sample]["answers"]) for sample in samples),
+        "kl_alone": summarized([of_alone[sample] for sample in samples])["kl"],
+        "kl_restored": summarized([of_restored[sample] for sample in samples])["kl"],
+        "difference": mean,
+        "difference_low": low,
+        "difference_high": high,
+    }
+
+
+def compare_all(results: Sequence[Result]) -> list[dict[str, object]]:
+    """Returns a row for every pair of cells that differ in restoring alone."""
+    cells: dict[tuple[str, str, str], dict[bool, Result]] = {}
+    for result in results:
+        if result.cell.evictor == "full":
+            continue
+        key = (result.cell.benchmark, result.cell.evictor, result.cell.ratio)
+        cells.setdefault(key, {})[result.cell.adapter is not None] = result
+    rows = [compare(pair[False], pair[True]) for pair in cells.values() if len(pair) == 2]
+    return sorted(rows, key=lambda row: (row["title"], -row["ratio"]))
+
+
+def describe_effect(row: Mapping) -> str:
+    """Returns what restoring does at a row's ratio."""
+    if row["difference_low"] > 0:
+        return "harms"
+    if row["difference_high"] < 0:
+        return "helps"
+    return "within noise"
+
+
+def make_table(rows: Sequence[Mapping]) -> str:
+    """Returns the rows as Markdown."""
+    lines = ["| texts | r | KL alone | restored | difference, 95 % interval | restoring |", "|---|---|---|---|---|---|"]
+    previous = None
+    for row in rows:
+        name = f"{row['title']}, {row['contexts']} texts"
+        spread = f"{row['difference']:+.3f} ({row['difference_low']:+.3f} to {row['difference_high']:+.3f})"
+        cells = [
+            name if name != previous else "",
+            f"{row['ratio']:g}",
+            f"{row['kl_alone']:.3f}",
+            f"{row['kl_restored']:.3f}",
+            spread,
+            describe_effect(row),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+        previous = name
+    return "\n".join(lines)
+
+
+def fill_page(page: Path, text: str) -> None:
+    """Puts a text between the two marks of a page."""
+    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise RestoreKVError(f"{page} lacks the marks {BEGIN} and {END}; put them where the table belongs.")
+    with replacing(page) as temporary:
+        temporary.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Compares runs, stores the comparison and fills the page's table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="*", help="Folders that `restorekv eval --out` wrote.")
+    parser.add_argument("--json", type=Path, default=STORED)
+    parser.add_argument("--page", type=Path, default=PAGE)
+    given = parser.parse_args(args)
+    if given.runs:
+        results = [result for folder in given.runs for result in load(folder)]
+        made_with = next(result.facts for result in results if result.cell.adapter is not None)
+        conventions = {name: made_with[name] for name in ("model", "fingerprint", "prefix_policy", "dtype", "versions")}
+        write_json(given.json, {**conventions, "adapter": "kvzip, as shipped", "rows": compare_all(results)})
+    rows = read_json(given.json, str(given.json))["rows"]
+    fill_page(given.page, make_table(rows))
+    print(json.dumps({"rows": len(rows), "page": str(given.page)}))
+
+
+if __name__ == "__main__":
+    main()
