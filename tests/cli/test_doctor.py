@@ -38,7 +38,9 @@ def test_a_healthy_machine(tmp_path):
     result = cli("doctor", "--device", "cpu", "-o", tmp_path / "report.json")
     assert result.code == 0 and not result.err
     assert "Everything that is used here has proven itself." in result.out
+    assert "head dimension 64" in result.out
     report = json.loads((tmp_path / "report.json").read_text())
+    assert report["devices"][0]["name"] == report["machine"]["processor"]
     [check] = report["checks"]
     rows = {row["component"]: row for row in check["components"]}
     assert set(rows) == set(COMPONENTS)

@@ -1,9 +1,9 @@
 """The campaign of broken kernels: `python -m tests.hostile.kernels --count 300 --seed 0`.
 
 A backend of attention gets a fault at random: what it computes, how much, and when. It must be caught by its proof, or
-be harmless: on fresh inputs of many sizes its error stays within what rounding explains. A fault that does harm and is
-not caught is missed. Caught ones must leave the answer of the plain path. Proofs on disk are harmed at random too: a
-harmed file must count for nothing, or say what it said.
+be harmless: on fresh inputs of many sizes, on at least ACTING of which the fault acts, no number is off by more than
+rounding explains. A fault that does harm and is not caught is missed. Caught ones must leave the answer of the plain
+path. Proofs on disk are harmed at random too: a harmed file must count for nothing, or say what it said.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -28,13 +29,14 @@ from tests.helpers import fake_device
 
 SHAPES = ((2, 2, 16), (3, 3, 64), (1, 4, 32))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-FRESH = 8  # inputs on which harm is measured
+FRESH = 8  # inputs on which harm is measured, at least
+ACTING = 5  # of these, inputs on which a fault acts
 RIGHT = cascade.attend
 Fault = Callable[[Tensor, object, Tensor | None, float], Tensor]
 
 
-def draw_fault(rng: random.Random) -> tuple[str, Fault]:
-    """Returns a name and a backend that is wrong."""
+def draw_fault(rng: random.Random) -> tuple[str, str, Fault]:
+    """Returns a kind, when it acts, and a backend that is wrong in this way."""
     kind, when = rng.choice(list(KINDS)), rng.choice(list(WHEN))
     size, place = 10 ** rng.uniform(-6, 0), rng.randrange(1 << 16)
 
@@ -43,7 +45,7 @@ def draw_fault(rng: random.Random) -> tuple[str, Fault]:
             return RIGHT(query, layer, mask, scale)
         return KINDS[kind](query, layer, mask, scale, size, place)
 
-    return f"{kind}, {when}", broken
+    return kind, when, broken
 
 
 def scaled(query, layer, mask, scale, size, place):
@@ -63,6 +65,19 @@ def noisy(query, layer, mask, scale, size, place):
 def one_wrong_number(query, layer, mask, scale, size, place):
     found = RIGHT(query, layer, mask, scale).contiguous()
     found.view(-1)[place % found.numel()] = size * 10
+    return found
+
+
+def last_number(query, layer, mask, scale, size, place):
+    """The last dimension of the last row of the last head is off."""
+    found = RIGHT(query, layer, mask, scale).contiguous()
+    found.view(-1)[-1] += size
+    return found
+
+
+def last_head(query, layer, mask, scale, size, place):
+    found = RIGHT(query, layer, mask, scale).contiguous()
+    found[:, -1] *= 1 + size
     return found
 
 
@@ -89,6 +104,15 @@ def lost_pair(query, layer, mask, scale, size, place):
         at = (start, end - 1, start + 63, start + 64)[place % 4]
         if start <= at < end:
             bias[at] = -1e4
+    return RIGHT(query, with_bias(layer, bias), mask, scale)
+
+
+def lost_tile(query, layer, mask, scale, size, place):
+    """The last tile of every head counts for nothing."""
+    bias = torch.zeros(layer.bounds[-1]) if layer.bias is None else layer.bias.clone()
+    for start, end in pairwise(layer.bounds):
+        if end > start:
+            bias[start + (end - start - 1) // 64 * 64 : end] = -1e4
     return RIGHT(query, with_bias(layer, bias), mask, scale)
 
 
@@ -144,8 +168,8 @@ def visible(query, layer, mask):
 KINDS = {
     each.__name__: each
     for each in (
-        scaled, wrong_scale, noisy, one_wrong_number, not_a_number, lost_row, swapped_questions, lost_pair, lost_bias,
-        wrong_bias, lost_column, early_column, lost_mask, mixed_values, failing,
+        scaled, wrong_scale, noisy, one_wrong_number, last_number, last_head, not_a_number, lost_row, swapped_questions,
+        lost_pair, lost_tile, lost_bias, wrong_bias, lost_column, early_column, lost_mask, mixed_values, failing,
     )
 }  # fmt: skip
 WHEN = {
@@ -157,22 +181,41 @@ WHEN = {
     "under a mask": lambda query, layer, mask: mask is not None,
     "without a mask": lambda query, layer, mask: mask is None,
     "with a bias": lambda query, layer, mask: layer.bias is not None,
+    "with a bias, without a mask": lambda query, layer, mask: layer.bias is not None and mask is None,
+    "for one token of one question": lambda query, layer, mask: len(query) == query.shape[3] == 1,
+    "for several tokens of one question": lambda query, layer, mask: len(query) == 1 < query.shape[3],
+    "for the first tokens": lambda query, layer, mask: layer.columns == query.shape[3],
+    "for tails of whole tiles": lambda query, layer, mask: layer.columns % 64 == 0,
+    "for heads of whole tiles": lambda query, layer, mask: any(
+        end > start and (end - start) % 64 == 0 for start, end in pairwise(layer.bounds)
+    ),
     "for long tails": lambda query, layer, mask: layer.columns > 64,
     "for many pairs": lambda query, layer, mask: layer.bounds[-1] > 120,
 }
 
 
-def fresh_samples(rng: random.Random, target: Target) -> list[Sample]:
-    """Returns inputs that no proof has."""
-    made = []
-    for number in range(FRESH):
-        queries = rng.choice([1, 1, 3, 40])
-        trial = Trial(
-            f"fresh {number}", batch=rng.randint(1, 4), queries=queries, tail=queries + rng.choice([1, 5, 70]),
-            first=rng.randrange(8), masked=rng.random() < 0.5, bias=rng.random() < 0.5,
-        )  # fmt: skip
-        made.append(trials.make_sample(target, trial))
+def fresh_samples(rng: random.Random, target: Target, when: str) -> list[Sample]:
+    """Returns inputs that no proof has, among them ACTING on which a fault of this kind acts."""
+    made, acting = [], 0
+    while len(made) < FRESH or acting < ACTING:
+        sample = trials.make_sample(target, fresh_trial(rng), seed=rng.randrange(1 << 32))
+        acts = WHEN[when](sample.query, sample.layer, sample.mask)
+        if acts or len(made) < FRESH - ACTING:
+            made.append(sample)
+            acting += acts
     return made
+
+
+def fresh_trial(rng: random.Random) -> Trial:
+    """Draws a trial; a third of the tails ends with a tile, and some begin with the question."""
+    queries = rng.choice([1, 1, 3, 40])
+    tail = queries + rng.choice([0, 1, 5, 70])
+    if rng.random() < 1 / 3:
+        tail += -tail % 64
+    return Trial(
+        "fresh", batch=rng.randint(1, 4), queries=queries, tail=tail, first=rng.randrange(8),
+        masked=rng.random() < 0.5 and tail > queries, bias=rng.random() < 0.5,
+    )  # fmt: skip
 
 
 def harm(fault: Fault, samples: list[Sample], dtype: torch.dtype) -> float:
@@ -190,15 +233,15 @@ def harm(fault: Fault, samples: list[Sample], dtype: torch.dtype) -> float:
 
 def judge(rng: random.Random, monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[str, str, str]:
     """Breaks the backend, and returns the kind, the verdict and, if something is wrong, what."""
-    name, fault = draw_fault(rng)
+    kind, when, fault = draw_fault(rng)
     target = Target(torch.device("cpu"), *rng.choice(SHAPES), rng.choice(DTYPES))
-    kind = name.partition(",")[0]
+    name = f"{kind}, {when}"
     with monkeypatch.context() as broken, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         fake_device.install(broken, folder)
         broken.setattr(attention, "LADDER", {"cascade": cascade, "frozen": frozen})
         broken.setattr(cascade, "attend", fault)
-        samples = fresh_samples(rng, target)
+        samples = fresh_samples(rng, target, when)
         answers = [
             attention.choose(each.query, each.layer)(each.query, each.layer, each.mask, each.scale) for each in samples
         ] if not proofs.prove("cascade", target).right else None  # fmt: skip

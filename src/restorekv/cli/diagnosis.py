@@ -23,7 +23,7 @@ from restorekv.model import attention
 from restorekv.model.attention import proofs, tiles
 from restorekv.model.attention.proofs import Target
 from restorekv.model.attention.trials import ragged_layer
-from restorekv.model.load import NAMES, canonical, reachable
+from restorekv.model.load import BUNDLED, NAMES, SMOLLM2, TINY, canonical, reachable
 
 PACKAGES = (
     "restorekv",
@@ -111,9 +111,11 @@ def devices() -> list[dict[str, object]]:
         known = {name: value for name, value in proofs.identify(device).items() if value is not None}
         if device.type == "cuda":
             known["memory"] = size(torch.cuda.get_device_properties(device).total_memory)
-        shown = {
-            name: known[name] for name in ("name", "driver", "cuda", "capability", "memory", "code") if name in known
-        }
+        elif device.type == "cpu":
+            known["name"] = processor()
+        known["restorekv's code"] = known.get("code", "")
+        names = ("name", "driver", "cuda", "capability", "memory", "restorekv's code")
+        shown = {name: known[name] for name in names if name in known}
         found.append({"device": str(device), **shown})
     return found
 
@@ -124,7 +126,7 @@ def places() -> dict[str, str]:
     return {
         "models and proofs of restorekv": str(folder) if folder else "nowhere, there is no home folder",
         "models of the hub": str(constants.HF_HUB_CACHE), "the hub": hub(),
-        "shipped models": ", ".join(NAMES),
+        "models in packages": f"{SMOLLM2}, {TINY} (or {BUNDLED})",
     }  # fmt: skip
 
 
@@ -228,7 +230,7 @@ def sentences(figures: dict) -> dict[str, str]:
     return {
         f"compressed to {figures['ratio']:g} ({figures['backend']})": f"{figures['compressed'] * 1e6:,.0f} us",
         f"full, {figures['tokens']:,} tokens (SDPA)": f"{figures['full'] * 1e6:,.0f} us",
-        "full / compressed": f"{figures['full / compressed']:.2f}",
+        "full / compressed": f"{figures['full / compressed']:.1f} times the time",
         "memory copied": f"{figures['bytes per second'] / 1e9:,.1f} GB/s, read and written",
     }
 

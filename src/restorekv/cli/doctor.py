@@ -29,6 +29,11 @@ from restorekv.model.shape import CacheShape
 
 SMOLLM2_SHAPE = (3, 3, 64)  # KV heads, query heads for each, head dimension
 PLAIN = "naive"  # the component that everything else is replaced by
+CAPTION = (
+    "Error: of the trial closest to what rounding explains (allowed). For 8-bit storage, 1 is what 8 bits explain: "
+    "half a step between two codes."
+)
+ON_CPU = {"graph": "here the same steps, without a graph"}  # what a check runs on a CPU, which has no CUDA
 
 
 def run(
@@ -126,10 +131,12 @@ def proof_of(component: Component, target: Target, again: bool) -> Proof:
 
 
 def table_of(target: Target, rows: list[dict[str, object]]) -> Table:
-    """Shows the components of a device."""
-    shape = f"{target.heads} KV heads, {target.groups} query heads each, {target.dim} numbers"
+    """Shows the components of a device, each with the trial that came closest to what is allowed."""
+    shape = f"{target.heads} KV heads, {target.groups} query heads each, head dimension {target.dim}"
     title = f"{target.device}, {str(target.dtype).removeprefix('torch.')}, {shape}"
-    table = Table(title=Text(title), title_justify="left", title_style="bold")
+    table = Table(
+        title=Text(title), title_justify="left", title_style="bold", caption=CAPTION, caption_justify="left",
+    )  # fmt: skip
     for name in ("component", "used", "error", "allowed", "trials"):
         table.add_column(name)
     table.add_column("remarks", overflow="fold")
@@ -137,7 +144,9 @@ def table_of(target: Target, rows: list[dict[str, object]]) -> Table:
         proof = row.get("proof") or {}
         numbers = ["" if proof.get(name) is None else f"{proof[name]:.1e}" for name in ("error", "tolerance")]
         used = "yes" if row["used"] else "no" if proof else "-"
-        cells = [row["component"], used, *numbers, str(proof.get("trials", "")), row["why"] or row["title"]]
+        here = ON_CPU.get(row["component"]) if target.device.type == "cpu" else None
+        remark = row["why"] or (f"{row['title']} ({here})" if here else row["title"])
+        cells = [row["component"], used, *numbers, str(proof.get("trials", "")), remark]
         table.add_row(*map(Text, cells))
     return table
 

@@ -46,7 +46,8 @@ PASSES = (
 class Inputs:
     """Query (H, G, Q, D), own pairs (H, Q, D) and cached ones (H, K, D) on the CPU, and the definition's results.
 
-    output (Q, H * G, D) and weights (H, G, Q, W + Q) are float64; the latter over the columns of the softmax.
+    output (Q, H * G, D) and weights (H, G, Q, W + Q) are float64; the latter over the columns of the softmax. sizes are
+    the weighted means of absolute values, which errors of the output are relative to (proofs.tolerance).
     """
 
     query: Tensor
@@ -56,7 +57,7 @@ class Inputs:
     output: Tensor
     weights: Tensor
     allowed: float
-    longest: float
+    sizes: Tensor
 
 
 def make_inputs(target: Target, each: Pass) -> Inputs:
@@ -78,12 +79,15 @@ def make_inputs(target: Target, each: Pass) -> Inputs:
     columns = torch.arange(each.held + rows)
     later = columns[None] > each.held + torch.arange(rows)[:, None]
     logits = (query.double() @ keys[:, None].mT * scale).masked_fill(later, -math.inf)
-    output = (logits.softmax(-1) @ values[:, None]).permute(2, 0, 1, 3).flatten(1, 2)
+    output, sizes = (
+        (logits.softmax(-1) @ averaged[:, None]).permute(2, 0, 1, 3).flatten(1, 2)
+        for averaged in (values, values.abs())
+    )
+    sizes = sizes + torch.finfo(dtype).tiny * values.shape[1] * float(values.abs().max())
     chosen = [*range(each.sinks), *range(each.start, each.end), *range(each.held, each.held + rows)]
     largest = float(logits.masked_fill(later, 0).abs().max())
     return Inputs(
-        query, own, cached, scale, output, logits[..., chosen].softmax(-1), tolerance(dtype, largest),
-        float(values.norm(dim=-1).max()),
+        query, own, cached, scale, output, logits[..., chosen].softmax(-1), tolerance(dtype, largest), sizes,
     )  # fmt: skip
 
 
@@ -96,8 +100,8 @@ def lay(pairs: Pairs, each: Pass, device: torch.device) -> Pairs:
 
 def compare(name: str, inputs: Inputs, output: Tensor, best: Tensor, wanted: Tensor) -> Iterator[Measured]:
     """Compares an output (Q, H * G, D), and highest weights (H, G, n) with those wanted."""
-    rows = (output.cpu().double() - inputs.output).norm(dim=-1)
-    yield Measured(f"{name}: output", float(rows.max()) / inputs.longest, inputs.allowed)
+    error = float(((output.cpu().double() - inputs.output).abs() / inputs.sizes).max())
+    yield Measured(f"{name}: output", error, inputs.allowed)
     if wanted.numel():
         # A weight is a power of a float32 logit, whatever the dtype: relative to itself, and to the least that counts.
         error = float(((best.cpu().double() - wanted).abs() / (wanted + 1e-4)).max())

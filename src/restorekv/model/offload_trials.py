@@ -76,7 +76,7 @@ def count_wrong(found: Pair, wanted: Pair, end: int) -> float:
 
 def without_streams(device: torch.device, dtype: torch.dtype) -> str:
     """Says why there is no offloading without a second stream on a device, or nothing."""
-    return "it uses temporary files" if device.type == "cpu" else ""
+    return "it is for GPUs; a CPU offloads into temporary files" if device.type == "cpu" else ""
 
 
 def register_all(make_store: MakeStore) -> None:

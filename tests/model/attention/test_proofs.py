@@ -12,8 +12,9 @@ import torch
 
 from restorekv.cache import quantized
 from restorekv.errors import RestoreKVError, RestoreKVWarning
+from restorekv.evictors import pass_trials
 from restorekv.model import attention
-from restorekv.model.attention import cascade, frozen, naive, proof_files, proofs, stored, trials
+from restorekv.model.attention import blocked, cascade, frozen, naive, proof_files, proofs, stored, trials
 from restorekv.model.attention.proofs import Component, Measured, Target
 from tests.helpers import fake_device
 
@@ -150,6 +151,65 @@ def test_a_broken_backend_never_answers(fake, fault, dtype):
     assert error <= proofs.tolerance(dtype, given.largest)
 
 
+def one_small_number(attend, query, layer, mask, scale):
+    """Fault 75 of tests/hostile/kernels.py: a number near 0 becomes another, of which a long row hides the error."""
+    found = attend(query, layer, mask, scale).contiguous()
+    if len(query) == 1:
+        found.view(-1)[5443 % found.numel()] = 7e-6
+    return found
+
+
+def test_a_number_that_is_wrong_in_a_long_row_is_found(fake):
+    break_backend(fake, cascade, one_small_number)
+    found = proofs.check(proofs.COMPONENTS["cascade"], target(torch.float16, (1, 4, 32)))
+    assert not found.right
+
+
+def test_a_wrong_number_of_a_pass_is_found(fake):
+    attend = blocked.attend
+
+    def wrong(*args):
+        found = attend(*args).contiguous()
+        found.view(-1)[-1] += 0.005
+        return found
+
+    fake.setattr(blocked, "attend", wrong)
+    worst = max(proofs.closeness(each) for each in pass_trials.measure_blocked(target(torch.float16)))
+    assert worst > 1
+
+
+FORMS = {
+    "a first token": lambda query, layer, mask: len(query) == query.shape[3] == layer.columns == 1,
+    "first tokens of one question": lambda query, layer, mask: len(query) == 1 < query.shape[3] == layer.columns,
+    "one token, a bias and no mask": lambda query, layer, mask: (
+        len(query) == query.shape[3] == 1 and layer.bias is not None and mask is None
+    ),
+    "one token under a mask": lambda query, layer, mask: len(query) == query.shape[3] == 1 and mask is not None,
+    "one question with a bias, without a mask": lambda query, layer, mask: (
+        len(query) == 1 < query.shape[3] and layer.bias is not None and mask is None
+    ),
+    "tails of a whole tile": lambda query, layer, mask: layer.columns == 64,
+    "one token of several questions, without a mask": lambda query, layer, mask: (
+        len(query) > 1 == query.shape[3] and mask is None
+    ),
+    "one question behind an only head of a whole tile": lambda query, layer, mask: (
+        len(query) == 1 and layer.bounds[:2] == (0, 64)
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_fault_that_only_one_form_of_a_question_has_is_found(fake, form):
+    def wrong_last_number(attend, query, layer, mask, scale):
+        found = attend(query, layer, mask, scale).contiguous()
+        if FORMS[form](query, layer, mask):
+            found.view(-1)[-1] += 0.02
+        return found
+
+    break_backend(fake, cascade, wrong_last_number)
+    assert not proofs.check(proofs.COMPONENTS["cascade"], target(torch.float16)).right
+
+
 def attended_by(module, given):
     found = module.attend(given.query, given.layer, given.mask, given.scale)
     return found.flatten(1, 2).transpose(1, 2).contiguous()
@@ -233,7 +293,7 @@ def test_eight_bits_that_are_read_wrongly_are_unpacked_on_the_cpu(fake, storage,
     given = sample()
     packed = quantized.pack(given.layer.context_keys, given.layer.context_values, given.layer.bounds, storage)
     layer = trials.ragged_layer(*packed, list(given.layer.bounds), *given.layer.pair, given.layer.bias)
-    given = trials.Sample(given.query, layer, given.mask, given.scale, given.longest, given.largest)
+    given = trials.Sample(given.query, layer, given.mask, given.scale, given.largest)
     break_backend(fake, stored, fault)
     with pytest.warns(RestoreKVWarning, match=f"8-bit storage as {storage}.*unpacked on the CPU") as told:
         found = answer(given)

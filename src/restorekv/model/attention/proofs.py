@@ -299,11 +299,12 @@ def synchronize(device: torch.device) -> None:
 
 
 def tolerance(dtype: torch.dtype, largest: float, products: bool = True) -> float:
-    """Returns the error of a softmax average, relative to the longest value, that rounding explains.
+    """Returns the error of a number of a softmax average that rounding explains, relative to its size.
 
-    Weights and the result are rounded to `dtype`, by eps / 2 each; twice that is allowed. Logits of up to `largest` and
-    sums are float32: a logit that is off by d changes a weight by the factor e^d. `products` are PyTorch's own, in
-    which float32 factors may be rounded to TF32.
+    The size is the weighted mean of the absolute values that the number averages. Weights, the result and partial
+    results that are merged are rounded to `dtype`, by eps / 2 of the size each, and eps / 2 is to spare. Logits of up
+    to `largest` and sums are float32: a logit that is off by d changes a weight by the factor e^d. `products` are
+    PyTorch's own, in which float32 factors may be rounded to TF32.
     """
     rounding = TF32 if products and allows_tf32() else 0.0
     return 2 * max(torch.finfo(dtype).eps, SINGLE) + (8 * SINGLE + 2 * rounding) * (1 + largest)

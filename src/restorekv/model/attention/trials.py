@@ -12,6 +12,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise, product
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ except ImportError:  # an extra: pip install 'restorekv[triton]'
 
 LENGTHS = (130, 0, 1, 64, 65, 63, 7, 300)  # pairs that heads keep; a trial's first head starts somewhere in here
 SEEN = 8.0  # the logit of a pair that a query points at, about; random logits have a deviation of 2
+PACKINGS = 4  # contexts that are packed and read; the others of TRIALS differ in their questions
 HIDDEN = 100.0  # how much longer values are that no query may see
 Attend = Callable[[Tensor, RaggedLayer, Tensor | None, float], Tensor]
 
@@ -54,6 +56,20 @@ class Trial:
     fixed: bool = False
 
 
+def every_form() -> Iterator[Trial]:
+    """Yields every combination of one or two questions, one or two tokens, tails, a mask and a bias.
+
+    A tail is the question alone, a whole tile, or neither. The first head is never short: it may be the only one. Few
+    rows keep them cheap, and the kernels that they compile are those of decoding.
+    """
+    forms = product((1, 2), (1, 2), ("the question alone", "a whole tile", "a few more"), (False, True), (False, True))
+    for number, (batch, queries, end, masked, bias) in enumerate(forms):
+        tail = {"the question alone": queries, "a whole tile": 64, "a few more": queries + 5}[end]
+        words = f"{batch} x {queries} tokens", f"tail: {end}", "mask" if masked else "", "bias" if bias else ""
+        first = (0, 3, 4, 7)[(number + number // 4) % 4]
+        yield Trial(", ".join(filter(None, words)), batch, queries, tail, first, masked, bias)
+
+
 TRIALS = (
     Trial("one token", batch=1, queries=1, tail=5, first=0),
     Trial("padded answers with a bias", batch=3, queries=1, tail=70, first=3, masked=True, bias=True, spare=6),
@@ -63,34 +79,54 @@ TRIALS = (
     Trial("empty heads", batch=2, queries=2, tail=6, first=None, masked=True),
     Trial("one long question, padded, with a bias", batch=1, queries=12, tail=82, first=2, masked=True, bias=True),
     Trial("several short questions with a bias", batch=4, queries=3, tail=5, first=5, bias=True),
+    Trial("one token with a bias, behind a full tile", batch=1, queries=1, tail=65, first=1, bias=True),
+    Trial("one padded token", batch=1, queries=1, tail=6, first=5, masked=True, spare=4, fixed=True),
+    Trial("one question of a full tile", batch=1, queries=64, tail=64, first=7),
+    Trial("a few tokens after a full tile, with a bias", batch=1, queries=3, tail=67, first=3, bias=True),
+    *every_form(),
 )
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A trial's inputs on the CPU in the target's dtype; `longest` value and `largest` logit that a query sees."""
+    """A trial's inputs on the CPU in the target's dtype; `largest` is the largest logit that a query can have."""
 
     query: Tensor
     layer: RaggedLayer
     mask: Tensor | None
     scale: float
-    longest: float
     largest: float
 
     def defined(self) -> Tensor:
         """Returns the definition's result in float64."""
         return naive.attend(self.query.double(), in_float64(self.layer), self.mask, self.scale)
 
+    def sizes(self) -> Tensor:
+        """Returns, for each number of the result, the weighted mean of the absolute values that it averages.
+
+        Rounding changes a number in proportion to what is added up, however small the sum is. Weights below the least
+        normal number of the dtype keep fewer digits, which all pairs together may feel.
+        """
+        layer = in_float64(self.layer)
+        context, tail = layer.context_values.abs(), layer.values.abs()
+        largest = max((float(x.max()) for x in (context, tail) if x.numel()), default=0.0)
+        absolute = ragged_layer(layer.context_keys, context, list(layer.bounds), layer.keys, tail, layer.bias)
+        means = naive.attend(self.query.double(), absolute, self.mask, self.scale)
+        pairs = layer.columns + max(end - start for start, end in pairwise(layer.bounds))
+        return means + torch.finfo(self.query.dtype).tiny * pairs * largest
+
     def error(self, found: Tensor, wanted: Tensor) -> float:
-        """Returns the largest distance between rows, relative to the longest value."""
+        """Returns the largest error of a number, relative to the size of what it averages; NaN counts as such."""
         if found.shape != wanted.shape:
             return math.inf
-        return float((found.detach().cpu().double() - wanted).norm(dim=-1).max()) / self.longest
+        return float(((found.detach().cpu().double() - wanted).abs() / self.sizes()).max())
 
 
-def make_sample(target: Target, trial: Trial) -> Sample:
-    """Draws a trial's inputs, the same for every device."""
-    generator = torch.Generator().manual_seed(TRIALS.index(trial) if trial in TRIALS else 99)
+def make_sample(target: Target, trial: Trial, seed: int | None = None) -> Sample:
+    """Draws a trial's inputs, the same for every device; without a seed, that of its place in TRIALS."""
+    if seed is None:
+        seed = TRIALS.index(trial) if trial in TRIALS else 99
+    generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
@@ -113,7 +149,6 @@ def make_sample(target: Target, trial: Trial) -> Sample:
             point_at(query[row, head], torch.cat([context[places], keys[row, head, :1].double(), near]))
     query = query.to(dtype)
     scale = dim**-0.5
-    longest = float(torch.cat([context_values, values.flatten(0, -2)]).double().norm(dim=-1).max())
     seen = visible.any(2).expand(batch, heads, -1)[..., None]  # (B, H, columns, 1): by any query
     values = torch.where(seen, values, values * HIDDEN)
     layer = ragged_layer(
@@ -123,7 +158,7 @@ def make_sample(target: Target, trial: Trial) -> Sample:
     shown = layer.columns
     mask = visible[..., :shown] if trial.masked else None
     largest = float((query.double().norm(dim=-1).max() * keys.double().norm(dim=-1).max()) * scale)
-    return Sample(query, layer, mask, scale, longest, largest)
+    return Sample(query, layer, mask, scale, largest)
 
 
 def visible_columns(trial: Trial) -> Tensor:
@@ -217,13 +252,14 @@ def gradients(
 def measure_storage(storage: str, target: Target) -> Iterator[Measured]:
     """Checks what packing, unpacking and attention over a packed context compute on the device."""
     allowed = tolerance(target.dtype, 0.0)
-    for trial in TRIALS[:4]:
+    for number, trial in enumerate(TRIALS):
         sample = make_sample(target, trial)
         plain, bounds = sample.layer, sample.layer.bounds
         rows = plain.context_keys, plain.context_values
         packed = quantized.pack(*rows, bounds, storage)
         there = quantized.pack(*(x.to(target.device) for x in rows), bounds, storage)
-        for name, exact, ours, theirs in zip(("keys", "values"), rows, there, packed, strict=True):
+        packings = zip(("keys", "values"), rows, there, packed, strict=True) if number < PACKINGS else ()
+        for name, exact, ours, theirs in packings:
             found = ours.to(torch.device("cpu"))
             yield Measured(f"packing {name}, {trial.name}", packing_error(exact, found, storage), 1.0)
             read = theirs.to(target.device)[:].cpu()
