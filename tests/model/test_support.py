@@ -83,6 +83,8 @@ def test_the_page_has_every_class_of_its_version():
 def test_kinds_of_rope(kind):
     rope = {"rope_type": kind, "rope_theta": 10000.0, **ROPES[kind]}
     model = decoders.build("llama", rope_parameters=rope)
+    if kind == "dynamic" and is_refused(model):
+        return  # transformers 5.2 keeps the changed frequencies for texts that are as short as before
     assert support.support_of(model).positions == LIMITS.get(kind, support.UNLIMITED)
     outcome, why, problems = families.judge_model(model)
     assert not problems
@@ -95,6 +97,8 @@ def test_kinds_of_rope(kind):
 def test_no_scoring_pass_changes_how_a_model_rotates(kind):
     """Such a pass would score with other keys, and answers of other threads would be rotated anew meanwhile."""
     model = decoders.build("llama", rope_parameters={"rope_type": kind, "rope_theta": 10000.0, **ROPES[kind]})
+    if kind == "dynamic" and is_refused(model):
+        return
     tokenizer = build_tokenizer()
     ids = torch.randint(3, 290, (24,), generator=torch.Generator().manual_seed(0)).tolist()
     frequencies = model.model.rotary_emb.inv_freq.clone()
@@ -104,6 +108,15 @@ def test_no_scoring_pass_changes_how_a_model_rotates(kind):
     small = compress(model, tokenizer, ids, adapter=None, evictor="snapkv:window=8", ratio=0.5)
     small.ask("what?", max_new_tokens=2)
     assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
+
+
+def is_refused(model):
+    try:
+        support.support_of(model)
+    except ModelError as error:
+        assert "rotates keys in a way that depends on what follows them" in str(error)
+        return True
+    return False
 
 
 def with_eager(monkeypatch, change):
