@@ -81,7 +81,7 @@ def test_what_is_not_portable_says_what_to_do(tiny_model, tiny_tokenizer):
     with pytest.raises(RestoreKVError, match="allocation='per-head'"):
         small_of(tiny_model, tiny_tokenizer, allocation="global").portable()
     dynamic = build_model("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
-    with pytest.raises(RestoreKVError, match="kind 'dynamic' cannot be moved|rotates keys in a way that depends"):
+    with pytest.raises(RestoreKVError, match=r"kind 'dynamic' cannot be moved|rotates keys in a way that depends"):
         small_of(dynamic, tiny_tokenizer).portable()
 
 

@@ -17,6 +17,7 @@ exact. Up to there a window hides nothing, and the model is used; a longer text 
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 import threading
@@ -412,9 +413,13 @@ def all_move(model: PreTrainedModel, turn: Callable[[Tensor, int], Tensor]) -> b
 
 def one_token(model: PreTrainedModel, ids: Tensor, position: int) -> list[tuple[Tensor, Tensor]]:
     """Returns every layer's keys (1, H, 1, D) and queries (1, H * G, 1, D) of a token that stands alone."""
+    backbone = decoder(model)
+    positions = torch.tensor([[position]], device=model.device)
+    given = {"input_ids": ids, "position_ids": positions, "past_key_values": DynamicCache(), "use_cache": True}
+    if "cache_position" in inspect.signature(backbone.forward).parameters:  # by which transformers 5.2 scales queries
+        given["cache_position"] = positions[0]
     with recorded(name_of(model)) as record:
-        positions = torch.tensor([[position]], device=model.device)
-        decoder(model)(input_ids=ids, position_ids=positions, past_key_values=DynamicCache(), use_cache=True)
+        backbone(**given)
     layers = CacheShape.of(model).layers
     if len(record.calls) != layers:  # else nothing would be compared
         raise ModelError(f"{name_of(model)} called its attention {len(record.calls)} times for {layers} layers.")
