@@ -1,13 +1,19 @@
 """`restorekv serve` refuses what cannot be served before it loads a model, with a sentence."""
 
+import errno
 import socket
+from contextlib import ExitStack
 
 import pytest
 
+from restorekv.cli import serve
+from restorekv.errors import RestoreKVError
 from restorekv.files import alone
 from tests.helpers.cli_world import cli
 
 pytest.importorskip("fastapi")
+
+from restorekv.serve import run
 
 
 @pytest.mark.parametrize(
@@ -38,3 +44,67 @@ def test_short_keys_taken_ports_and_shared_stores(tmp_path):
         assert [path.name for path in tmp_path.glob("my*")] == ["my store é"], "its shared folder is inside"
     with alone(tmp_path / "b"):
         assert "Another process" in cli("serve", "--model", "tiny", "--port", 0, "--store", tmp_path / "b").err
+
+
+def test_the_port_is_held_while_the_model_is_loaded(tmp_path, monkeypatch):
+    """And given to uvicorn as it is; once the command has ended, another server can listen there."""
+    seen = []
+
+    def load(*_: object) -> tuple[str, str]:
+        port = int(flags[flags.index("--port") + 1])
+        with socket.socket() as other:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", port))
+                other.listen()
+        seen.append(port)
+        return "model", "tokenizer"
+
+    def answer(_app: object, listeners: list) -> None:
+        seen.extend(each.getsockname()[1] for each in listeners)
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = ["--model", "tiny", "--store", str(tmp_path / "store"), "--port", str(port)]
+    monkeypatch.setattr(serve, "open_model", load)
+    monkeypatch.setattr(run, "application", lambda *_: None)
+    monkeypatch.setattr(run, "serve", answer)
+    monkeypatch.setattr(run, "leave", lambda _: None)
+    result = cli("serve", *flags)
+    assert (result.code, seen) == (0, [port, port]), result.err
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+
+
+def test_a_free_port_is_named_and_the_same_at_all_addresses():
+    with ExitStack() as lasting:
+        listeners = serve.open_listeners("localhost", 0, lasting)
+        ports = {each.getsockname()[1] for each in listeners}
+        assert len(ports) == 1 and 0 not in ports
+        with pytest.raises(RestoreKVError, match=rf"Cannot listen at localhost:{min(ports)} \(.*\); choose another"):
+            serve.open_listeners("localhost", min(ports), lasting)
+    assert [each.fileno() for each in listeners] == [-1] * len(listeners)
+
+
+@pytest.mark.parametrize(
+    "problem, message",
+    [
+        (RestoreKVError("A stored document was read again."), "error: A stored document was read again."),
+        (
+            OSError(errno.EMFILE, "Too many open files", "/tmp/probe"),
+            "error: Cannot use /tmp/probe: Too many open files; ",
+        ),
+        (RuntimeError("can't start new thread"), "error: There is not enough memory; "),
+    ],
+)
+def test_what_keeps_a_server_from_starting_is_one_sentence(tmp_path, monkeypatch, capfd, problem, message):
+    """Uvicorn would print a stack trace and end with a code of its own."""
+
+    def check(*_: object) -> None:
+        raise problem
+
+    monkeypatch.setattr(run, "check_loading", check)
+    result = cli("serve", "--model", "tiny", "--store", tmp_path / "store", "--port", 0)
+    assert result.code == 1 and message in result.err
+    assert "Traceback" not in result.err + capfd.readouterr().err

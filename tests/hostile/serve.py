@@ -54,9 +54,11 @@ class Server:
     """A server process over a folder."""
 
     def __init__(self, folder: Path, *flags: str, model: str = "tiny", log: int = subprocess.DEVNULL) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        # Held, but not listened at, until the campaign ends: nobody else gets this port while the server starts.
+        self.place = socket.socket()
+        self.place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.place.bind(("127.0.0.1", 0))
+        self.port = self.place.getsockname()[1]
         command = [sys.executable, "-m", "restorekv", "serve", "--model", model, "--preset", "best", "--ratio", "0.2"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115
@@ -77,7 +79,7 @@ class Server:
                 return time.monotonic() - start
             except openai.APIConnectionError:
                 if self.process.poll() is not None:
-                    raise RuntimeError(f"the server ended with {self.process.returncode}") from None
+                    raise RuntimeError(f"the server ended with {self.process.returncode}: {self.said()}") from None
                 time.sleep(0.2)
         raise RuntimeError("the server does not come up")
 

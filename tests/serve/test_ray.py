@@ -298,6 +298,7 @@ def test_answers_are_the_librarys(client, file, tiny_tokenizer):
 @pytest.mark.slow
 def test_questions_go_where_the_document_is(client, engine, file):
     """One replica compresses it and answers; nothing is loaded a second time."""
+    both_up()  # a test before may have killed one
     names = {holder(engine, client, file) for _ in range(4)}
     assert len(names) == 1
     files, owners = [file], [*names]
@@ -442,5 +443,8 @@ def test_the_command_drains_and_leaves_no_process(tmp_path):
 
 
 def is_up(port):
-    with socket.socket() as trial:
-        return trial.connect_ex(("127.0.0.1", port)) == 0
+    """Whether the server answers; it listens long before."""
+    try:
+        return urlopen(f"http://127.0.0.1:{port}/health", timeout=5).status == 200
+    except OSError:
+        return False

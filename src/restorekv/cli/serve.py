@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import re
 import socket
 from contextlib import ExitStack, suppress
@@ -18,6 +19,7 @@ from restorekv.errors import RestoreKVError
 from restorekv.files import alone, read_bytes
 from restorekv.serve.cluster import Spread
 
+BACKLOG = 2048  # connections that wait to be accepted, as many as uvicorn has
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -51,15 +53,16 @@ def run(
     shared = shared or (str((store / "shared").resolve()) if spread.ray else None)
     own = {"url": vllm_url, "folder": vllm_store, "options": vllm_options and object_of("--vllm-options", vllm_options)}
     settings = server.Settings(
-        store, model, f"{model}:{preset}-{ratio}", host, port, size_of("--memory", memory), size_of("--disk", disk),
-        shared, keys, server.Limits(tokens=max_tokens, waiting=waiting), engine, {k: v for k, v in own.items() if v},
+        store, model, f"{model}:{preset}-{ratio}", size_of("--memory", memory), size_of("--disk", disk), shared,
+        keys, server.Limits(tokens=max_tokens, waiting=waiting), engine, {k: v for k, v in own.items() if v},
     )  # fmt: skip
     server.engine_class(engine).check(**settings.options)
     server.Variant.parse(settings.default, model)
     if shared:
         server.Shared(shared)  # refuses what cannot be used
-    check_free(host, port)
     with ExitStack() as lasting:
+        # Before the model is loaded, which takes seconds, so that nobody takes the port meanwhile.
+        listeners = open_listeners(host, port, lasting)
         lock_store(store, lasting)
         if spread.ray:
             engines = import_module("restorekv.serve.ray_engine")
@@ -68,9 +71,10 @@ def run(
             app = server.application_of(replicas, server.store_of(settings), settings)
         else:
             app = server.application(*open_model(model, dtype, device), settings)
-        address = f"http://{host}:{port}"
+        name = f"[{host}]" if ":" in host else host
+        address = f"http://{name}:{listeners[0].getsockname()[1]}"
         say(f"Serving {settings.default} at {address}/v1\nThe page is at {address}/")
-        server.serve(app, settings)
+        server.serve(app, listeners)
         say(f"Stopped; the documents stay in {store}.")
         server.leave(app)
 
@@ -104,15 +108,42 @@ def loaded_server(host: str, keys: tuple[str, ...]) -> ModuleType:
         raise RestoreKVError(f"Serving needs {error.name}; pip install 'restorekv[serve]'.") from None
 
 
-def check_free(host: str, port: int) -> None:
-    """Refuses, before a model is loaded, an address where nothing can listen."""
+def open_listeners(host: str, port: int, lasting: ExitStack) -> list[socket.socket]:
+    """Returns sockets that listen at every address of a host, until `lasting` closes them.
+
+    Whoever connects before the server answers waits. A port of 0 is one that is free, the same at all addresses.
+    Raises RestoreKVError where nothing can listen.
+    """
+    listeners: list[socket.socket] = []
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as trial:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            trial.bind(place)
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, place in dict.fromkeys(found):
+            try:
+                listener = lasting.enter_context(socket.socket(family, kind, protocol))
+            except OSError:  # a system without IPv6, say
+                if len(found) == 1:
+                    raise
+                continue
+            if os.name == "posix":  # elsewhere this would let two servers share a port
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            chosen = listeners[0].getsockname()[1] if listeners else port
+            try:
+                listener.bind((place[0], chosen, *place[2:]))
+                listener.listen(BACKLOG)
+            except OSError as error:
+                if error.errno == errno.EADDRNOTAVAIL and (listeners or len(found) > 1):  # IPv6 is switched off
+                    continue
+                raise
+            listeners.append(listener)
+        if not listeners:
+            raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
     except OSError as error:
         raise RestoreKVError(f"Cannot listen at {host}:{port} ({error.strerror}); choose another --port.") from None
+    if hasattr(os, "register_at_fork"):  # a process that outlives the server must not hold its port
+        os.register_at_fork(after_in_child=lambda: [each.close() for each in listeners])
+    return listeners
 
 
 def size_of(name: str, text: str) -> int:

@@ -11,7 +11,7 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -47,13 +47,11 @@ PROBE = "The code of the red house is seven, and the code of the blue house is n
 
 @dataclass(frozen=True)
 class Settings:
-    """Where and how to serve; `memory` and `disk` bound the bytes of documents."""
+    """What to serve, and how; `memory` and `disk` bound the bytes of documents."""
 
     store: Path
     base: str
     default: str
-    host: str = "127.0.0.1"
-    port: int = 8080
     memory: int = 4 << 30
     disk: int = 100 << 30
     shared: str | None = None  # the address of a folder of caches that several servers use
@@ -94,12 +92,12 @@ def application_of(engine: Engine, store: Store, settings: Settings, check: Call
         try:
             await asyncio.to_thread(check)
             engine.start()
-        except RestoreKVError as error:
+            for upload in store.list():
+                if upload.status == UPLOADED:
+                    service.begin(upload)
+        except Exception as error:  # `serve` raises it again
             app.state.problem = error
             raise
-        for upload in store.list():
-            if upload.status == UPLOADED:
-                service.begin(upload)
         state["ready"] = True
         yield
         state["ready"] = False
@@ -184,19 +182,26 @@ class Server(uvicorn.Server):
                 connection.transport.abort()
 
 
-def serve(app: FastAPI, settings: Settings) -> None:
-    """Serves until a signal ends it; see `Server`."""
+def serve(app: FastAPI, listeners: Sequence[socket.socket]) -> None:
+    """Serves at sockets that listen, until a signal ends it; see `Server`. Raises why it could not start."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    logging.getLogger("uvicorn.error").addFilter(lambda _: app.state.problem is None)  # it would print a stack trace
-    server = Server(uvicorn.Config(app, host=settings.host, port=settings.port, log_level="warning", **HTTP), app)
+    server = Server(uvicorn.Config(app, log_level="warning", **HTTP), app)
+    log = logging.getLogger("uvicorn.error")
+
+    def is_wanted(_: logging.LogRecord) -> bool:
+        return app.state.problem is None  # else a stack trace of what is raised below
+
+    log.addFilter(is_wanted)
     try:
-        server.run()
+        server.run(list(listeners))
     except KeyboardInterrupt:
         pass
     except SystemExit:
         if app.state.problem:
             raise app.state.problem from None
         raise
+    finally:
+        log.removeFilter(is_wanted)
 
 
 def leave(app: FastAPI) -> None:
