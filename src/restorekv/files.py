@@ -140,7 +140,7 @@ def open_own(path: Path) -> BinaryIO:
 
 
 def check_not_link(path: Path) -> None:
-    """Refuses a symbolic link where a library is to open a file of the package's own, and would follow it."""
+    """Refuses a symbolic link at a name that the package chose, which a library or the system would follow."""
     if path.is_symlink():
         raise RestoreKVError(f"{path} is a symbolic link, which is not followed; remove it.")
 
@@ -203,9 +203,12 @@ def write_json(path: Path, content: object, follow: bool = True) -> None:
 # A file that someone else wrote is data: it is opened once, read once, and refused with a sentence unless it is whole.
 
 
-def read_bytes(path: Path, what: str, limit: int = JSON_BYTES) -> bytes:
-    """Returns the bytes of a regular file of at most `limit` bytes; `what` begins the sentence of an error."""
-    with regular(path, what) as (file, size):
+def read_bytes(path: Path, what: str, limit: int = JSON_BYTES, follow: bool = True) -> bytes:
+    """Returns the bytes of a regular file of at most `limit` bytes; `what` begins the sentence of an error.
+
+    `follow`: a symbolic link leads to a file. At a name that the package chose, it is refused.
+    """
+    with regular(path, what, follow) as (file, size):
         if size > limit:
             raise RestoreKVError(f"{what} has {size:,} bytes, more than the {limit:,} of such a file; {FIX}.")
         return read_whole(file, size, what)
@@ -289,13 +292,13 @@ def check_elements(text: str | bytes, what: str, most: int) -> None:
 
 
 @contextmanager
-def regular(path: Path, what: str) -> Iterator[tuple[BinaryIO, int]]:
+def regular(path: Path, what: str, follow: bool = True) -> Iterator[tuple[BinaryIO, int]]:
     """Yields a regular file, opened for reading, and its size; a FIFO or a device is refused, and never waited for.
 
-    Errors of the block, such as those of a disk, become sentences too.
+    Errors of the block, such as those of a disk, become sentences too. `follow` is that of `read_bytes`.
     """
     try:
-        with open_regular(path, what) as file:
+        with open_regular(path, what, follow) as file:
             yield file, os.fstat(file.fileno()).st_size
     except RestoreKVError:
         raise
@@ -303,10 +306,10 @@ def regular(path: Path, what: str) -> Iterator[tuple[BinaryIO, int]]:
         raise RestoreKVError(f"{what} cannot be read ({first_sentence(error)}); {FIX}.") from error
 
 
-def open_regular(path: Path, what: str) -> BinaryIO:
+def open_regular(path: Path, what: str, follow: bool = True) -> BinaryIO:
     """Opens a regular file for reading; refuses all others at once, whoever may write to them."""
     try:
-        number = os.open(path, os.O_RDONLY | NO_WAITING | BINARY)
+        number = os.open(path, os.O_RDONLY | NO_WAITING | BINARY | (0 if follow else NO_FOLLOW))
     except FileNotFoundError as error:
         raise RestoreKVError(f"{what} does not exist; check its name.") from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name

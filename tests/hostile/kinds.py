@@ -1,6 +1,7 @@
 """Kinds of files besides caches: how a good one is made, read back, and sealed again by one who knows the format."""
 
 import hashlib
+import io
 import json
 import random
 import shutil
@@ -17,6 +18,7 @@ from restorekv import CompressedContext, compress, load_model
 from restorekv.cli import execute
 from restorekv.compression.chat import Chat
 from restorekv.compression.portable import load_portable
+from restorekv.data.gather import Attempts
 from restorekv.data.mixture import read_mixture, record
 from restorekv.data.table import figures
 from restorekv.evaluation import results
@@ -25,10 +27,12 @@ from restorekv.evaluation.rows import rows
 from restorekv.evaluation.run import run
 from restorekv.evictors import gate_file
 from restorekv.evictors.gate_file import Gate, GateCard
-from restorekv.model import gguf
+from restorekv.model import gguf, model_folder
+from restorekv.model.load import load_tokenizer, model_fingerprint
 from restorekv.model.shape import CacheShape
 from restorekv.restore import adapter_file
 from restorekv.restore.adapter import RestoreAdapter
+from restorekv.serve.store import Store
 from restorekv.train import checkpoint, tensor_file
 from restorekv.train.checkpoint import Run
 from restorekv.train.config import TrainConfig
@@ -49,7 +53,7 @@ MODEL, TOKENIZER = load_model("tiny")
 
 @dataclass(frozen=True)
 class Kind:
-    """`read` returns all that a good folder says, as text; `loose`: files without a checksum of their own."""
+    """`read` returns all that a good folder says, as text; `loose`: files without a checksum of their own, "*" all."""
 
     make: Callable[[Path], object]
     read: Callable[[Path], str]
@@ -259,7 +263,11 @@ def read_portable(folder: Path) -> str:
 
 
 def seal_portable(folder: Path) -> None:
-    path = folder / "portable.safetensors"
+    seal_file(folder / "portable.safetensors")
+
+
+def seal_file(path: Path) -> None:
+    """Computes the checksum of a cache file anew, portable or not."""
 
     def resum(metadata: dict, tensors: dict) -> None:
         metadata["checksum"] = BLANK
@@ -284,6 +292,86 @@ def read_gguf(folder: Path) -> str:
         shutil.rmtree(made, ignore_errors=True)
 
 
+def make_cache(folder: Path) -> None:
+    compress(MODEL, TOKENIZER, TEXT, ratio=0.2).save(folder / "cache.rkv")
+
+
+def read_cache(folder: Path) -> str:
+    loaded = CompressedContext.load(folder / "cache.rkv", MODEL, TOKENIZER)
+    tensors = {f"{index}.{n}": x for index, y in enumerate(loaded.cache.layers) for n, x in enumerate(y.tensors())}
+    said = loaded.ask("Who?", 1)
+    return repr((loaded.manifest, loaded.context.suffix_text, numbers(tensors), said))
+
+
+def seal_cache(folder: Path) -> None:
+    seal_file(folder / "cache.rkv")
+
+
+def make_folder(folder: Path) -> None:
+    """A model's folder, with its weights in two files that an index names."""
+    build_model("llama").save_pretrained(folder, max_shard_size="60KB")
+    build_tokenizer().save_pretrained(folder)
+    names = {path.name for path in folder.iterdir()}
+    assert model_folder.INDEX in names and len([name for name in names if name.endswith(".safetensors")]) > 1
+
+
+def read_folder(folder: Path) -> str:
+    """Loads the model, and its tokenizer again alone."""
+    model, tokenizer = load_model(folder)
+    alone = load_tokenizer(str(folder))
+    ids = [each("The red house belongs to Ada.")["input_ids"] for each in (tokenizer, alone)]
+    return repr((model_fingerprint(model), ids, numbers(dict(model.named_parameters()))))
+
+
+def make_served(folder: Path) -> None:
+    """The store of a server, with three uploads, of which one has expired, and a cache."""
+    store = Store(folder, 1 << 30)
+    for number in range(2):
+        store.add(f"{number}.txt", "user_data", io.BytesIO(b"text %d" % number))
+    store.add("old.txt", "user_data", io.BytesIO(b"old"), -1)
+    with store.writing("cd" * 16, store.list()[0].sha256) as path:
+        path.write_bytes(b"cache")
+    store.close()
+
+
+def read_served(folder: Path) -> str:
+    """Starts with the store, reads and lists all, drops what has no room, deletes an upload, and ends."""
+    store = Store(folder, 1)
+    try:
+        uploads = store.list()
+        contents = [store.content(each.id) for each in uploads]
+        store.make_room("")
+        deleted = bool(uploads) and store.delete(uploads[-1].id)
+        return repr(([(each.name, each.status, each.bytes) for each in uploads], contents, deleted))
+    finally:
+        store.close()
+
+
+def make_build(folder: Path) -> None:
+    """Attempts of data that is being built, of which the last line was cut by a kill."""
+    line = json.dumps({"context": ["a", "b"], "attempts": [{"question": "Who?"}]})
+    (folder / "parts").mkdir()
+    (folder / "parts" / "a.jsonl").write_text(f"{line}\n{line}\n{line[:20]}")
+
+
+def read_build(folder: Path) -> str:
+    return repr(Attempts(folder / "parts" / "a.jsonl").done)
+
+
+def make_moving(folder: Path) -> None:
+    """An adapter whose writer was killed before its files were in their places."""
+    make_adapter(folder / adapter_file.PENDING)
+
+
+def read_moving(folder: Path) -> str:
+    adapter_file.settle(folder)
+    return read_adapter(folder)
+
+
+def seal_moving(folder: Path) -> None:
+    seal_adapter(folder / adapter_file.PENDING)
+
+
 KINDS = {
     "chat": Kind(make_chat, read_chat, loose=("chat.json",)),
     "portable": Kind(make_portable, read_portable, seal_portable),
@@ -294,6 +382,11 @@ KINDS = {
     "store": Kind(read_store, read_store, seal_tensors),
     "features": Kind(read_features, read_features, seal_tensors),
     "data": Kind(make_data, read_data, seal_data, ("manifest.json",)),
+    "cache": Kind(make_cache, read_cache, seal_cache),
+    "folder": Kind(make_folder, read_folder, loose=("*",)),
+    "served": Kind(make_served, read_served, loose=("*",)),
+    "build": Kind(make_build, read_build, loose=("*",)),
+    "moving": Kind(make_moving, read_moving, seal_moving, (adapter_file.README,)),
     "grid": Kind(make_grid, read_grid, loose=("cell.json", "answers.jsonl", "seconds.jsonl", "summary.json")),
 }
 

@@ -3,16 +3,18 @@
 import io
 import json
 import os
+import shutil
 import struct
 import sys
 
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from safetensors import safe_open
 
 from restorekv import load_model
 from restorekv.errors import ModelError, RestoreKVWarning
-from restorekv.model import gguf, gguf_header, load
+from restorekv.model import gguf, gguf_header, gguf_tokenizer, load
 from restorekv.model.load import load_tokenizer, shipped_name
 from tests.helpers import gguf_world
 from tests.helpers.models import build_model
@@ -116,7 +118,105 @@ def test_names_of_what_ships():
     ]  # fmt: skip
 
 
+def point(folder, name: object) -> None:
+    """Has an index of weights name a file for all of them."""
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        weights = dict.fromkeys(file.keys(), name)
+    (folder / load.model_folder.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weights}))
+
+
+@pytest.mark.parametrize(
+    "name", ["weights.bin", "../model.safetensors", "sub/x.safetensors", "none.safetensors", "", 7]
+)
+def test_an_index_of_weights_names_safetensors_beside_it_and_nothing_else(folder, tmp_path, name, monkeypatch):
+    """transformers would load a pickle, read a file elsewhere, or wait for a FIFO."""
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("the pickle was loaded"))
+    point(folder, name)
+    shutil.copy(folder / "model.safetensors", tmp_path)
+    torch.save({"a": torch.ones(1)}, folder / "weights.bin")
+    (folder / "sub").mkdir()
+    os.mkfifo(folder / "sub" / "x.safetensors")
+    with pytest.raises(ModelError, match="which is no safetensors file beside it"):
+        load_model(str(folder))
+    assert load_tokenizer(str(folder))
+
+
+def test_an_index_of_good_weights_is_used(folder):
+    point(folder, "part.safetensors")
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
+    assert load_model(str(folder))
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"weight_map": []}', "[" * 100_000])
+def test_a_damaged_index_of_weights_gives_a_sentence(folder, content):
+    (folder / load.model_folder.INDEX).write_text(content)
+    with pytest.raises(ModelError, match=r"fetch it again|make it again"):
+        load_model(str(folder))
+
+
+def test_the_hubs_index_of_weights_names_safetensors_alone(folder, monkeypatch):
+    point(folder, "weights.bin")
+    where = load.model_folder.INDEX
+    monkeypatch.setattr(load.model_folder, "find_adapter_config_file", lambda *_, **__: None)
+    monkeypatch.setattr(load.model_folder, "cached_file", lambda name, file, **_: str(folder / file))
+    with pytest.raises(ModelError, match=rf"{where} names 'weights.bin'"):
+        load_model("someone/model")
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [{"fast_tokenizer_files": ["../tokenizer.5.0.json"]}, {"vocab_file": "../outside"}, {"vocab_file": "/etc"},
+     {"tokenizer_file": 7}, {"fast_tokenizer_files": [[]]}],
+)  # fmt: skip
+def test_a_tokenizer_names_no_file_elsewhere(folder, tmp_path, entries):
+    path = folder / load.model_folder.TOKENIZER
+    (folder / "tokenizer.json").rename(tmp_path / "tokenizer.5.0.json")
+    (tmp_path / "outside").write_text("{}")
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+    for call in (load_model, load_tokenizer):
+        with pytest.raises(ModelError, match="which is not in its folder; remove that entry"):
+            call(str(folder))
+
+
+def test_a_place_on_the_authors_machine_does_not_matter(folder):
+    path = folder / load.model_folder.TOKENIZER
+    entries = {"tokenizer_file": "/home/author/tokenizer.json", "vocab_file": None, "fast_tokenizer_files": []}
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+    assert load_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "merges.txt", "tokenizer.model"])
+def test_huge_files_of_text_are_not_read(folder, name):
+    (folder / name).touch()
+    os.truncate(folder / name, 10 << 30)
+    with pytest.raises(ModelError, match="10,737,418,240 bytes, more than"):
+        load_model(str(folder))
+
+
 # GGUF files.
+
+
+def test_tokens_longer_than_any_are_refused_before_every_place_in_them_is_tried():
+    fields = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.unknown_token_id": 0}
+    for tokens in (["<unk>", "x" * 257], ["<unk>", *["x" * 256] * ((1 << 16) + 1)]):
+        with pytest.raises(ValueError, match="longer tokens than any that is known"):
+            gguf_tokenizer.build({**fields, "tokenizer.ggml.tokens": tokens}, 2048)
+
+
+def test_a_gguf_file_that_changes_while_it_is_read_is_not_kept(tmp_path, tiny_tokenizer, monkeypatch):
+    monkeypatch.setenv("RESTOREKV_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "m.gguf"
+    gguf_world.write(file, build_model("llama"), tiny_tokenizer, Kind.F32)
+    convert = gguf.convert
+
+    def change(*given) -> None:
+        convert(*given)
+        file.write_bytes(file.read_bytes() + bytes(8))
+
+    monkeypatch.setattr(gguf, "convert", change)
+    with pytest.raises(ModelError, match="changed while it was read"):
+        gguf.prepared(file, "m")
+    assert not [path for path in (tmp_path / "cache").iterdir() if not path.name.startswith(".")]
 
 
 def text(content: bytes) -> bytes:

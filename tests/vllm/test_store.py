@@ -1,5 +1,6 @@
 """Which document a prompt asks, without vLLM: unknown, damaged, foreign and replaced documents are never served."""
 
+import os
 import shutil
 from dataclasses import replace
 
@@ -134,6 +135,14 @@ def test_a_file_cannot_claim_the_placeholders_of_another(tiny_tokenizer, place):
     with pytest.raises(CacheFileError, match="do not follow from its contents"):
         load_portable(folder / "forged.safetensors")
     assert store.find(prompt(documents[0], QUESTION, tiny_tokenizer)).path.stem == "red"
+
+
+def test_links_and_fifos_among_the_files_hide_no_document(place):
+    folder, documents, store, tokenizer = place
+    (folder / "a.safetensors").symlink_to("a.safetensors")
+    (folder / "b.safetensors").symlink_to("/dev/zero")
+    os.mkfifo(folder / "c.safetensors")
+    assert store.find(prompt(documents[0], QUESTION, tokenizer)).name == documents[0].name
 
 
 @pytest.mark.parametrize(

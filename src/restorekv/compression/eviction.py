@@ -191,7 +191,8 @@ def loaded(model: PreTrainedModel, place: str | Path) -> RestoreAdapter:
     folder = Path(place)
     if not folder.is_dir():
         return RestoreAdapter.from_pretrained(model, place)
-    files = sorted((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in folder.iterdir())
+    statuses = ((path.name, path.stat() if path.exists() else path.lstat()) for path in folder.iterdir())
+    files = sorted((name, status.st_mtime_ns, status.st_size) for name, status in statuses)
     key = str(folder.resolve()), str(files), model.device, model.dtype, model_fingerprint(model)
     known = vars(model).setdefault(ADAPTERS, {})  # no weak dictionary: an adapter has a reference to its model
     if (adapter := known.get(key)) is None:

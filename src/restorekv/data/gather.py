@@ -22,7 +22,7 @@ from restorekv.data.overlap import Evaluations, words
 from restorekv.data.self_study import SelfStudy
 from restorekv.data.sources import Source
 from restorekv.errors import RestoreKVError
-from restorekv.files import has_type, open_own, parse_json, read_bytes
+from restorekv.files import check_not_link, has_type, open_own, parse_json, read_bytes
 from restorekv.model.load import longest
 from restorekv.model.prompt import Context, encode, make_context
 
@@ -37,6 +37,8 @@ class Attempts:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        for place in (path.parent, path):
+            check_not_link(place)
         content = read_bytes(path, str(path), LIMIT) if path.exists() else b""
         complete = content[: content.rfind(b"\n") + 1]
         try:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import __version__
 from restorekv.errors import RestoreKVError, shown
-from restorekv.files import has_type, read_json, write_json
+from restorekv.files import check_not_link, has_type, read_json, write_json
 from restorekv.model.load import model_fingerprint, model_name, rope_fingerprint
 from restorekv.model.prompt import template_hash
 from restorekv.model.tokenize import text_ids
@@ -169,6 +169,7 @@ def begin(out: Path, before: dict | None, record: dict) -> None:
     The sources' files may have been corrected since: answers are only reused for the texts they were made for.
     """
     check_same(out, before, {key: value for key, value in record.items() if key != "sources"})
+    check_not_link(out / PARTS)
     (out / PARTS).mkdir(parents=True, exist_ok=True)
     write_json(out / RECORD, record, follow=False)
 

@@ -22,7 +22,7 @@ from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import RestoreKVError, first_sentence
 from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.stats import Answer
-from restorekv.files import has_type, open_own, parse_json, read_bytes, write_json
+from restorekv.files import check_not_link, has_type, open_own, parse_json, read_bytes, write_json
 from restorekv.model.load import model_fingerprint, model_name, rope_fingerprint
 from restorekv.model.shape import CacheShape
 
@@ -140,6 +140,8 @@ def append_line(path: Path, line: dict) -> None:
 def opened(folder: Path, cell: Cell, facts: dict) -> Result:
     """Opens the cell's folder, or creates it; raises RestoreKVError for a cell that was made with other facts."""
     path = folder / CELLS / cell.name
+    for place in (folder / CELLS, path):
+        check_not_link(place)
     if (path / CELL).exists():
         result = read(path)
         if changes := differences(result.facts, facts):

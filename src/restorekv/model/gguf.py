@@ -84,8 +84,7 @@ def prepared(file: Path, name: str) -> Path:
     root = cache_folder()
     if root is not None and is_private(root) and marker_of(root / key):
         return root / key
-    problem = problem_of(root)
-    folder = (Path(temporary(problem).name) if problem else root) / key
+    folder = private_folder() / key
     try:
         with alone(folder):
             if not marker_of(folder):
@@ -96,6 +95,13 @@ def prepared(file: Path, name: str) -> Path:
             "RESTOREKV_CACHE to another folder."
         ) from error
     return folder
+
+
+def private_folder() -> Path:
+    """Returns the folder of prepared models, which nobody else can change; without one, a temporary one."""
+    root = cache_folder()
+    problem = problem_of(root)
+    return Path(temporary(problem).name) if root is None or problem else root
 
 
 def description(folder: Path) -> str:
@@ -188,6 +194,10 @@ def make(file: Path, name: str, folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=prefix) as parent:
         fresh = Path(parent) / "model"
         convert(file, header, fresh)
+        with raised_as(ModelError):
+            digest = file_digest(file)
+        if not folder.name.startswith(digest[:16]):  # else the folder would be kept as that of another file
+            raise ModelError(f"{file} changed while it was read; try again when nobody writes it.")
         for path in (fresh, *fresh.iterdir()):
             path.chmod(path.stat().st_mode & ~OTHERS)
         if os.path.lexists(folder) and not marker_of(folder):

@@ -11,6 +11,9 @@ from transformers import PreTrainedTokenizerFast
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # values of tokenizer.ggml.token_type
 SPACE = "\u2581"  # SentencePiece's
+# Of a token of SentencePiece, and of all together: every place in a token is tried as that of a merge. Gemma's longest
+# have some 50 letters, and its 262,144 have 2 million.
+LETTERS, ALL_LETTERS = 1 << 8, 1 << 24
 # Words with an optional leading character, runs of {digits} digits, punctuation, line breaks, other white space.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
@@ -77,6 +80,9 @@ def sentencepiece(own: Mapping[str, object], tokens: Sequence[str]) -> Tokenizer
     kinds = own.get("token_type") or [NORMAL] * len(tokens)
     scores = own.get("scores") or [0.0] * len(tokens)
     vocabulary = {token: number for number, token in enumerate(tokens)}
+    lengths = [len(token) for number, token in enumerate(tokens) if kinds[number] == NORMAL]
+    if max(lengths, default=0) > LETTERS or sum(lengths) > ALL_LETTERS:
+        raise ValueError("its tokenizer has longer tokens than any that is known")
     ranked = [
         (-scores[number], number, (token[:cut], token[cut:]))
         for number, token in enumerate(tokens)

@@ -166,6 +166,7 @@ def committed(fresh: Path, pending: Path) -> bool:
 
 def settle(folder: Path) -> None:
     """Moves the files of PENDING to their places; several processes may do so at a time, or continue a dead one's."""
+    files.check_not_link(folder / PENDING)  # which would take the files of another folder away
     for file in FILES:
         with suppress(FileNotFoundError):
             os.replace(folder / PENDING / file, folder / file)

@@ -6,13 +6,14 @@ promised is durable: it is on disk before it is in memory.
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, shown
 
 VERSION = 2  # of what the rows mean; 1 hashed the kind of a document and its content without a border between them
 RESERVE = 1 << 16  # bytes
@@ -27,6 +28,20 @@ create table if not exists reserve (id integer primary key, filler blob not null
 """  # pending is what the shared folder does not know yet: a new cache, or with an empty key, a document's deletion
 TABLES = {"files", "caches", "pending"}
 Statement = tuple[str, Sequence[Any]]  # SQL and its parameters
+
+# What rows may hold. Ids, keys and hashes become names of files, which are read and removed: a stranger's would lead
+# out of the store.
+FILE, KEY = r"file-[0-9a-f]{24}", r"[0-9a-f]{32}"
+SHA256 = r"[0-9a-f]{64}"
+UPLOADED, PROCESSED, FAILED = "uploaded", "processed", "error"
+ROWS: dict[str, dict[str, str | type | tuple[type, ...]]] = {
+    "files": {
+        "id": FILE, "sha256": SHA256, "name": str, "purpose": str, "bytes": int, "created": int,
+        "expires": (int, type(None)), "status": f"{UPLOADED}|{PROCESSED}|{FAILED}", "problem": str,
+    },
+    "caches": {"key": KEY, "sha256": SHA256, "bytes": int, "used": (int, float)},
+    "pending": {"sha256": SHA256, "key": f"({KEY})?"},
+}  # fmt: skip
 
 
 class Index:
@@ -53,12 +68,19 @@ class Index:
                 f"The store {path.parent} has a damaged index ({error}); move the whole folder away."
             ) from None
         self.made_by = self.read("pragma user_version")[0][0] or 1
-        if self.made_by > VERSION:
+        try:
+            self.check_rows()
+        except BaseException:
             self.close_disk()
-            raise RestoreKVError(
-                f"The store {path.parent} was made by a newer version of restorekv; update this one, or choose another "
-                "folder with --store."
-            )
+            raise
+
+    def check_rows(self) -> None:
+        """Refuses rows that no server wrote, before any of them names a file."""
+        for table, columns in ROWS.items():
+            for row in self.memory.execute(f"select {', '.join(columns)} from {table}"):
+                for (column, kind), value in zip(columns.items(), row, strict=True):
+                    if not is_of(kind, value):
+                        raise foreign(self.path, f"a row with another {column} than the store gives")
 
     def read(self, sql: str, parameters: Sequence[Any] = ()) -> list[tuple]:
         """Returns the rows of a query."""
@@ -123,6 +145,42 @@ class Index:
         self.disk = None
 
 
+def is_of(kind: str | type | tuple[type, ...], value: object) -> bool:
+    """Returns whether a value of a row is of a type, or a text that a pattern describes as a whole."""
+    if isinstance(kind, str):
+        return isinstance(value, str) and re.fullmatch(kind, value) is not None
+    return isinstance(value, kind)
+
+
+def check_schema(path: Path, disk: sqlite3.Connection) -> set[str]:
+    """Returns the names of the tables; refuses a newer version, and triggers, views and tables of other columns.
+
+    They would compute whatever their author liked with every change.
+    """
+    if disk.execute("pragma user_version").fetchone()[0] > VERSION:
+        raise RestoreKVError(
+            f"The store {path.parent} was made by a newer version of restorekv; update this one, or choose another "
+            "folder with --store."
+        )
+    own = {plain(statement) for statement in SCHEMA.split(";")}
+    names = set()
+    for kind, name, sql in disk.execute("select type, name, sql from sqlite_master"):
+        of_a_key = kind == "index" and sql is None
+        if not of_a_key and (kind != "table" or plain(str(sql)) not in own):
+            raise foreign(path, f"the {kind} {shown(name)}")
+        names.add(name)
+    return names
+
+
+def plain(sql: str) -> str:
+    """Returns a statement that makes a table, without what may differ between two that make the same."""
+    return re.sub(r"\s+", "", sql.lower()).replace("createtableifnotexists", "createtable").strip(";")
+
+
+def foreign(path: Path, what: str) -> RestoreKVError:
+    return RestoreKVError(f"The index of the store {path.parent} has {what}, and no server wrote it; move it away.")
+
+
 def open_writable(path: Path) -> sqlite3.Connection:
     """Returns a connection that can write; raises sqlite3.Error.
 
@@ -136,8 +194,7 @@ def open_writable(path: Path) -> sqlite3.Connection:
         disk.execute("pragma temp_store = memory")
         disk.execute("pragma journal_mode = persist")
         disk.execute("begin immediate")
-        known = {row[0] for row in disk.execute("select name from sqlite_master")}
-        if not known & TABLES:
+        if not check_schema(path, disk) & TABLES:
             disk.execute(f"pragma user_version = {VERSION}")
         for statement in SCHEMA.split(";"):
             disk.execute(statement)
@@ -163,6 +220,7 @@ def load_read_only(path: Path, memory: sqlite3.Connection, problem: sqlite3.Erro
             try:
                 disk.execute("pragma locking_mode = exclusive")
                 disk.execute("pragma temp_store = memory")
+                check_schema(path, disk)
                 for table in TABLES:
                     disk.execute(f"select 1 from {table} limit 1")  # raises at once what `backup` would try for ever
                 disk.backup(memory)

@@ -14,8 +14,8 @@ from fastapi.responses import Response
 from restorekv.compression.compressor import PRESETS
 from restorekv.evictors import EVICTORS
 from restorekv.serve import schemas
+from restorekv.serve.index import FAILED
 from restorekv.serve.service import ApiError, Service
-from restorekv.serve.store import FAILED
 from restorekv.serve.variants import Variant
 
 FOLDER = Path(__file__).parent / "page"

@@ -33,8 +33,9 @@ from restorekv.serve.engine import (
     explain_lack,
     settle,
 )
+from restorekv.serve.index import FAILED
 from restorekv.serve.requests import Attached, ChatRequest, conversation
-from restorekv.serve.store import FAILED, PROCESSED, Store, Upload
+from restorekv.serve.store import PROCESSED, Store, Upload
 from restorekv.serve.variants import Variant
 
 LOG = logging.getLogger("restorekv.serve")

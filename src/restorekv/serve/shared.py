@@ -120,7 +120,7 @@ class Shared:
         place = self.place(sha256, key)
         try:
             about = self.files.info(place)
-            if about["type"] != "file" or about["size"] > most:
+            if about["type"] != "file" or about.get("islink") or about["size"] > most:
                 return False
             with replacing(path, follow=False) as temporary:
                 self.files.get_file(place, str(temporary))

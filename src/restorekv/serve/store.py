@@ -17,6 +17,8 @@ import os
 import re
 import secrets
 import sqlite3
+import stat
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,17 +28,17 @@ from pathlib import Path
 from typing import BinaryIO
 
 from restorekv.errors import RestoreKVError
-from restorekv.files import check_not_link, replacing
+from restorekv.files import check_not_link, open_regular, read_bytes, replacing
 from restorekv.serve.documents import document_hash, kind_of
-from restorekv.serve.index import VERSION, Index, Statement
+from restorekv.serve.index import FILE, KEY, PROCESSED, UPLOADED, VERSION, Index, Statement
 from restorekv.serve.shared import Shared
 
 LOG = logging.getLogger("restorekv.serve")
+FOLDERS = ("files", "caches", "damaged")
 PERIOD = 60.0  # seconds between two looks at the shared folder
-UPLOADED, PROCESSED, FAILED = "uploaded", "processed", "error"
 FRESH = "(expires is null or expires > ?)"  # of an upload, with the time now
 PIECE = 1 << 20  # bytes
-OWN = re.compile(r"\.?(file-[0-9a-f]{24}|[0-9a-f]{32}\.rkv)(\..*\.tmp)?")  # names that this file makes
+OWN = re.compile(rf"\.?({FILE}|{KEY}\.rkv)(\..*\.tmp)?")  # names that this file makes
 
 
 @dataclass(frozen=True)
@@ -64,18 +66,34 @@ class Store:
         self.telling, self.news, self.closed = threading.Lock(), threading.Event(), False
         self.on_drop: Callable[[str], object] = bool  # takes the key of every cache that goes
         self.on_delete: Callable[[str], object] = bool  # takes the SHA-256 of every content that no upload has
+        for name in FOLDERS:
+            check_not_link(folder / name)
         if not (folder / "index.sqlite").exists() and any(map(is_own, folder.glob("files/*"))):
             raise RestoreKVError(f"The store {folder} has files and no index; move the whole folder away.")
-        for name in ("files", "caches", "damaged"):
+        for name in FOLDERS:
             (folder / name).mkdir(parents=True, exist_ok=True)
         for ending in ("", "-journal", "-wal", "-shm"):
             check_not_link(folder / f"index.sqlite{ending}")
         self.index = Index(folder / "index.sqlite")
-        if self.index.made_by < VERSION:
-            self.rehash()
-        self.tidy()
+        try:
+            self.remove_links()
+            if self.index.made_by < VERSION:
+                self.rehash()
+            self.tidy()
+        except BaseException:
+            self.index.close()
+            raise
         if shared:
             threading.Thread(target=self.keep_up, name="restorekv-shared", daemon=True).start()
+
+    def remove_links(self) -> None:
+        """Removes what has a name of ours and is no regular file: a link would be read, and served, as an upload."""
+        for path in [*self.folder.glob("files/*"), *self.folder.glob("caches/*")]:
+            if is_own(path) and not stat.S_ISREG(path.lstat().st_mode):
+                with suppress(OSError):  # a folder, or a disk that can only be read
+                    path.unlink()
+                if os.path.lexists(path):
+                    raise RestoreKVError(f"{path} is not a regular file; remove it.")
 
     def rehash(self) -> None:
         """Names every upload of an older version's store anew, and forgets its caches, which are made again.
@@ -86,7 +104,7 @@ class Store:
         changes: list[Statement] = [("delete from caches", ()), ("delete from pending where key <> ''", ())]
         uploads = self.index.read("select id, name from files")
         for own, name in uploads:
-            with suppress(FileNotFoundError):
+            if self.file(own).exists():
                 sha256 = self.hash_upload(own, name)
                 status = "case status when ? then ? else status end", (PROCESSED, UPLOADED)
                 changes.append((f"update files set sha256 = ?, status = {status[0]} where id = ?",
@@ -99,7 +117,7 @@ class Store:
     def hash_upload(self, own: str, name: str) -> str:
         """Returns the SHA-256 that names the content of an upload."""
         digest = document_hash(kind_of(name))
-        with self.file(own).open("rb") as file:
+        with open_regular(self.file(own), f"The upload {own}", follow=False) as file:
             while piece := file.read(PIECE):
                 digest.update(piece)
         return digest.hexdigest()
@@ -177,8 +195,10 @@ class Store:
     def content(self, name: str) -> bytes:
         """Returns what was uploaded."""
         try:
-            return self.file(name).read_bytes()
-        except FileNotFoundError:
+            return read_bytes(self.file(name), f"The upload {name}", limit=sys.maxsize, follow=False)
+        except RestoreKVError:
+            if self.file(name).exists():
+                raise
             raise RestoreKVError(f"{name} was deleted while it was read; upload it again.") from None
 
     def settle(self, upload: Upload, status: str, problem: str = "") -> None:

@@ -29,6 +29,7 @@ from restorekv.compression.context import CompressedContext
 from restorekv.compression.sampling import Decoding, Row
 from restorekv.compression.several import compose
 from restorekv.errors import RestoreKVError
+from restorekv.model import gguf
 from restorekv.model.load import model_fingerprint
 from restorekv.model.prompt import Context, default_between, fit, make_context
 from restorekv.model.shape import CacheShape
@@ -87,7 +88,7 @@ class Vllm(Caches):
         else:
             dtype = str(model.dtype).removeprefix("torch.")
             fingerprint = model_fingerprint(model)
-            place = folder_of(model, tokenizer, store.folder / "model", fingerprint)
+            place = folder_of(model, tokenizer, gguf.private_folder() / "vllm", fingerprint)
             self.side = Inside(place, dtype, self.portables.folder, fingerprint, options or {})
 
     @staticmethod
@@ -270,7 +271,10 @@ def full_size(model: PreTrainedModel, positions: int) -> tuple[int, int]:
 
 
 def folder_of(model: PreTrainedModel, tokenizer: Tokenizer, copies: Path, fingerprint: str) -> str:
-    """Returns the folder from which the model came, or one with a copy of it, for a model from elsewhere."""
+    """Returns the folder from which the model came, or one with a copy of it, for a model from elsewhere.
+
+    `copies` is no folder of the store, which may come from a stranger: vLLM would load what is in it.
+    """
     given = Path(str(model.config.name_or_path))
     if (given / "config.json").is_file():
         return str(given)

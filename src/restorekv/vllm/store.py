@@ -107,7 +107,7 @@ class Store:
         """Reads files that are new or changed; returns whether there were any."""
         news = False
         for path in sorted(self.folder.glob("*.safetensors")):
-            with suppress(FileNotFoundError):  # it was moved away just now
+            with suppress(OSError):  # it was moved away just now, or is a circle of links
                 changed = path.stat().st_mtime_ns
                 if self.documents.get(path, (None,))[0] != changed:
                     news = True
