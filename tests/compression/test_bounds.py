@@ -84,12 +84,12 @@ def largest_number(model, tokenizer, text: str) -> float:
 
 
 def test_caches_of_the_tiny_model_lie_far_below_the_bound(opened):
-    assert 0.1 < largest_number(*opened, TEXT) < LARGEST_NUMBER / 100
+    assert 0.1 < largest_number(*opened, TEXT) < LARGEST_NUMBER / 2000
 
 
 @pytest.mark.slow
 def test_caches_of_smollm2_lie_far_below_the_bound():
-    assert 1 < largest_number(*load_model("smollm2"), TEXT) < LARGEST_NUMBER / 100
+    assert 1 < largest_number(*load_model("smollm2"), TEXT) < LARGEST_NUMBER / 2000
 
 
 FIELDS = {

@@ -9,6 +9,7 @@ python -m tests.hostile.models --count 400 --seed 0
 
 import argparse
 import random
+import signal
 import sys
 import warnings
 from collections import Counter
@@ -98,7 +99,11 @@ def run(count: int, seed: int, only: int | None = None) -> tuple[Counter, list[s
         except Exception:  # the class has no tiny config
             counts["not built"] += 1
             continue
-        outcome, problems = attempt(kind, number, settings)
+        try:
+            outcome, problems = attempt(kind, number, settings)
+        except KeyboardInterrupt:  # what was counted so far is told
+            print(f"interrupted before case {number}", flush=True)
+            break
         counts[outcome] += 1
         for problem in problems:
             failures.append(f"case {number} ({kind}, {settings}): {problem}")
@@ -114,6 +119,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", type=int, help="one case by its number")
     options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background would ignore
     counts, failures = run(options.count, options.seed, options.case)
     for outcome, number in sorted(counts.items()):
         print(f"{outcome:18} {number}")
