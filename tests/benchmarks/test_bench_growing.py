@@ -12,6 +12,7 @@ from tests.helpers.pages import ROOT
 PAGE = (ROOT / "docs" / "conversations.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_small_run_adds_up():
     result = growing.run(Options("tiny", "bundled:count=2", "kvzip", "0.2", (2,), ("last",)), lambda _: None)
     rows = result["rows"]

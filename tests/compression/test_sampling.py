@@ -145,6 +145,7 @@ def test_the_options_of_ask_are_those_of_decoding():
     assert set(get_type_hints(DecodingOptions)) == names | {"config"}
 
 
+@pytest.mark.slow
 def test_grammars_hold(small):
     pytest.importorskip("llguidance")
     answer = small.ask(QUESTIONS[0], 30, regex="[a-c]{2,4} (yes|no)", temperature=2.0, seed=2)

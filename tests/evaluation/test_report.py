@@ -260,6 +260,7 @@ def test_costs_have_a_page_of_their_own(tmp_path):
     assert "python -m benchmarks efficiency --page" in (costs / "report" / "index.html").read_text()
 
 
+@pytest.mark.slow
 def test_many_methods_have_a_panel_each(tmp_path):
     for cell in report_world.cells_of("qasper", ("kvzip", "kvzip+", "snapkv", "h2o"), ("0.1", "0.05")):
         report_world.write_cell(tmp_path, cell)

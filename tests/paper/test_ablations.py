@@ -123,6 +123,7 @@ def test_a_training_is_found_by_the_tables(tmp_path):
     assert setting.wanted(row) == wanted[1:]
 
 
+@pytest.mark.slow
 def test_an_interrupted_training_goes_on(tmp_path, monkeypatch):
     model, _ = load_model()
     config = replace(SMALL, checkpoint_every=1)

@@ -223,6 +223,7 @@ def test_training_documents_are_asked_only_by_name(tmp_path):
         tasks.make("xquad:length=10")
 
 
+@pytest.mark.slow
 def test_a_cell_records_both_metrics(tmp_path, tiny_tokenizer):
     build_model("qwen3").save_pretrained(tmp_path / "model")
     tiny_tokenizer.save_pretrained(tmp_path / "model")

@@ -288,6 +288,7 @@ def killed(moment: int, how: str, *arguments: object) -> int:
     return child.exitcode
 
 
+@pytest.mark.slow
 def test_a_run_survives_kills_at_every_kind_of_moment(tiny_tokenizer, tmp_path):
     config = replace(CONFIG, steps=4, keep=4)
     arguments = tiny_tokenizer, EXAMPLES[1:], config

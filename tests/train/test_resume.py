@@ -28,7 +28,15 @@ def test_a_killed_run_resumes_with_the_same_losses(tiny_tokenizer, tmp_path):
     assert one == other
 
 
-@pytest.mark.parametrize(("moment", "taken"), [("loss", [3, 4]), ("update", [4]), ("log", [4]), ("progress", [4])])
+@pytest.mark.parametrize(
+    ("moment", "taken"),
+    [
+        ("loss", [3, 4]),
+        pytest.param("update", [4], marks=pytest.mark.slow),
+        pytest.param("log", [4], marks=pytest.mark.slow),
+        pytest.param("progress", [4], marks=pytest.mark.slow),
+    ],
+)
 def test_an_interruption_keeps_every_finished_step(tiny_tokenizer, tmp_path, monkeypatch, moment, taken):
     config, steps, calls = replace(CONFIG, steps=4, checkpoint_every=50), [], []
     train(build_model("llama"), tiny_tokenizer, EXAMPLES, config, tmp_path / "whole")

@@ -26,8 +26,15 @@ def files(store: Path) -> dict[str, float]:
     return {str(path): path.stat().st_mtime_ns for path in sorted(store.rglob("*.safetensors"))}
 
 
-@pytest.mark.parametrize("evictor", ["kvzip", "snapkv"])
-@pytest.mark.parametrize("prefills", [False, True])
+@pytest.mark.parametrize(
+    ("evictor", "prefills"),
+    [
+        ("kvzip", True),
+        pytest.param("kvzip", False, marks=pytest.mark.slow),
+        pytest.param("snapkv", True, marks=pytest.mark.slow),
+        pytest.param("snapkv", False, marks=pytest.mark.slow),
+    ],
+)
 def test_cached_equals_uncached(tiny_tokenizer, tmp_path, evictor, prefills):
     config = replace(LIVE, evictor=evictor, hidden_weight=0.1, attention_weight=0.1)
     train(build_model("qwen3"), tiny_tokenizer, EXAMPLES, config, tmp_path / "live")
@@ -136,6 +143,7 @@ def test_entries_that_cannot_be_are_refused_and_older_ones_without_a_checksum_ar
         read()
 
 
+@pytest.mark.slow
 def test_a_disk_that_runs_full_ends_the_writing_and_not_the_training(tiny_tokenizer, tmp_path, monkeypatch):
     model, store = build_model("qwen3"), tmp_path / "store"
     train(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path / "live")

@@ -270,6 +270,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_weights_are_spoilt(t
     assert all(value.isfinite().all() for value in held.values())
 
 
+@pytest.mark.slow
 def test_no_clipping_is_not_no_training(tiny_tokenizer, tmp_path):
     free = train(build_model("qwen3"), tiny_tokenizer, EXAMPLES, replace(CONFIG, clip=0.0), tmp_path / "free")
     wide = train(build_model("qwen3"), tiny_tokenizer, EXAMPLES, replace(CONFIG, clip=1e9), tmp_path / "wide")

@@ -79,7 +79,7 @@ def test_a_floor_stands_for_log_zero():
     torch.testing.assert_close(found["bias"], torch.full((3, 2), math.log(1e-3)))
 
 
-@pytest.mark.parametrize("kind", ["fastkvzip", "kvzap-mlp"])
+@pytest.mark.parametrize("kind", [pytest.param("fastkvzip", marks=pytest.mark.slow), "kvzap-mlp"])
 def test_training_comes_close_to_a_planted_gate(kind):
     fit, predict = FITS[kind]
     shape, _, hidden, target = planted(kind, predict, tokens=1500)
