@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from restorekv.cache.multi_context import LayerOfParts
 from restorekv.cache.ragged import RaggedLayer
-from restorekv.cache.tail import SPARE, CompressedLayer
+from restorekv.cache.tail import SPARE
 
 
 @dataclass(frozen=True)
@@ -34,27 +35,12 @@ class Block:
         return self.rows * self.queries
 
 
-class FlatLayer(CompressedLayer):
+class FlatLayer(LayerOfParts):
     """One layer of a pass: the layers of several documents, and the block that each of them gets of the tokens."""
 
-    seen = 0  # masks and positions are the caller's
-
     def __init__(self, parts: Sequence[RaggedLayer], blocks: Sequence[Block]) -> None:
-        super().__init__()
-        self.parts = list(parts)
+        super().__init__(parts)
         self.blocks = list(blocks)
-        self.dtype = parts[0].dtype
-        self.device = parts[0].device
-        self.is_initialized = True
-
-    @property
-    def heads(self) -> int:
-        return self.parts[0].heads
-
-    @property
-    def columns(self) -> int:
-        """Columns of the longest tail."""
-        return max(part.columns for part in self.parts)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -18,15 +18,16 @@ from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.cache.tail import CompressedLayer
 
 
-class MultiContextLayer(CompressedLayer):
-    """One layer of all documents; the first part holds the first rows of the batch, and so on."""
+class LayerOfParts(CompressedLayer):
+    """One layer of several documents: a ragged layer for each of them."""
 
     seen = 0  # masks and positions are the caller's
 
     def __init__(self, parts: Sequence[RaggedLayer]) -> None:
         super().__init__()
         self.parts = list(parts)
-        self.dtype, self.device = parts[0].dtype, parts[0].device
+        self.dtype = parts[0].dtype
+        self.device = parts[0].device
         self.is_initialized = True
 
     @property
@@ -37,6 +38,10 @@ class MultiContextLayer(CompressedLayer):
     def columns(self) -> int:
         """Columns of the longest tail."""
         return max(part.columns for part in self.parts)
+
+
+class MultiContextLayer(LayerOfParts):
+    """One layer of all documents; the first part holds the first rows of the batch, and so on."""
 
     @property
     def rows(self) -> list[int]:
