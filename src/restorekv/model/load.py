@@ -51,12 +51,17 @@ class Source:
         """Returns whether to leave out the hub, whose client retries for most of a minute without a network."""
         return Path(self.path).is_dir() or not reachable()
 
-    def check(self, weights: bool = True) -> None:
-        """Refuses what transformers must not read; without `weights`, only its tokenizer is needed."""
+    def check(self, is_local: bool, weights: bool = True) -> None:
+        """Refuses what transformers must not read.
+
+        Args:
+            is_local: what the method of that name returned, which may have waited for the hub.
+            weights: whether they are needed, and not the tokenizer alone.
+        """
         if Path(self.path).is_dir():
             model_folder.check(Path(self.path), weights)
         elif weights:
-            model_folder.check_hub(self.path, not reachable())
+            model_folder.check_hub(self.path, is_local)
 
 
 def bundled_path(*parts: str) -> Path:
@@ -86,8 +91,9 @@ def load_model(
     device = usable_device(device)
     source = model_source(name)
     try:
-        local = {"local_files_only": source.is_local(), **NO_CODE}
-        source.check()
+        is_local = source.is_local()
+        source.check(is_local)
+        local = {"local_files_only": is_local, **NO_CODE}
         tokenizer = AutoTokenizer.from_pretrained(source.path, **local)
         config = AutoConfig.from_pretrained(source.path, **local)
         if rope is not None:
@@ -130,8 +136,9 @@ def load_tokenizer(name: str = BUNDLED, offline: bool = False) -> Tokenizer:
     """Loads the tokenizer alone; `offline` searches only this machine."""
     source = model_source(name, offline)
     try:
-        source.check(weights=False)
-        return AutoTokenizer.from_pretrained(source.path, local_files_only=offline or source.is_local(), **NO_CODE)
+        is_local = offline or source.is_local()
+        source.check(is_local, weights=False)
+        return AutoTokenizer.from_pretrained(source.path, local_files_only=is_local, **NO_CODE)
     except RestoreKVError:
         raise
     except Exception as error:
