@@ -5,19 +5,18 @@ is not a sentence for the user, or wrong contents that were accepted, is a failu
 With --key, files are signed, and plausible lies must be refused too.
 """
 
-import argparse
 import contextlib
 import io
 import json
 import os
 import random
-import signal
 import sys
 import tempfile
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
+from tests.hostile.campaign import finish, read_options
 from tests.hostile.damage import CONTRADICTING, NEUTRAL, PLAUSIBLE, RAN, RAW, File, evil_model
 from tests.hostile.judge import Judge, bound_memory
 
@@ -141,17 +140,8 @@ def run(count: int, seed: int, only: int | None = None, key: bytes | None = None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--case", type=int, help="one case by its number")
-    parser.add_argument("--key", action="store_true", help="sign the files and refuse what is not signed")
-    options = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background would ignore
-    counts, failures = run(options.count, options.seed, options.case, KEY if options.key else None)
-    for (group, verdict), number in sorted(counts.items()):
-        print(f"{group:15} {verdict:10} {number}")
-    sys.exit(f"{len(failures)} failures" if failures else 0)
+    options = read_options(__doc__, 10_000, key="sign the files and refuse what is not signed")
+    finish(*run(options.count, options.seed, options.case, KEY if options.key else None))
 
 
 if __name__ == "__main__":

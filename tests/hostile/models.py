@@ -7,10 +7,7 @@ mentions, at ratio 1 and below; a window's model up to the window, and not one p
 python -m tests.hostile.models --count 400 --seed 0
 """
 
-import argparse
 import random
-import signal
-import sys
 import warnings
 from collections import Counter
 
@@ -19,6 +16,7 @@ import transformers
 from restorekv.errors import RestoreKVError
 from tests.families import LARGE, judge_model
 from tests.helpers import decoders
+from tests.hostile.campaign import finish, read_options
 
 ROPES = (
     {"rope_type": "default"},
@@ -114,16 +112,8 @@ def run(count: int, seed: int, only: int | None = None) -> tuple[Counter, list[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=400)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--case", type=int, help="one case by its number")
-    options = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background would ignore
-    counts, failures = run(options.count, options.seed, options.case)
-    for outcome, number in sorted(counts.items()):
-        print(f"{outcome:18} {number}")
-    sys.exit(f"{len(failures)} failures" if failures else 0)
+    options = read_options(__doc__, 400)
+    finish(*run(options.count, options.seed, options.case))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ exception that is no sentence, wrong contents that were accepted, a file elsewhe
 of a stranger's that ran, which leaves a file, is a failure and is printed with its number.
 """
 
-import argparse
 import gc
 import io
 import json
@@ -15,7 +14,6 @@ import os
 import pickle
 import random
 import shutil
-import signal
 import sqlite3
 import stat
 import struct
@@ -33,6 +31,7 @@ import torch
 
 from restorekv import RestoreKVError
 from restorekv.files import HOST
+from tests.hostile.campaign import finish, read_options
 from tests.hostile.damage import DTYPES, ODD, RAN
 from tests.hostile.judge import Judge, bound_memory
 from tests.hostile.kinds import KINDS, Kind, some_file
@@ -726,16 +725,8 @@ def run(count: int, seed: int, only: int | None = None) -> tuple[Counter, list[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=3000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--case", type=int, help="one case by its number")
-    options = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background would ignore
-    counts, failures = run(options.count, options.seed, options.case)
-    for (kind, group, verdict), number in sorted(counts.items()):
-        print(f"{kind:11} {group:14} {verdict:10} {number}")
-    sys.exit(f"{len(failures)} failures" if failures else 0)
+    options = read_options(__doc__, 3000)
+    finish(*run(options.count, options.seed, options.case))
 
 
 if __name__ == "__main__":
