@@ -107,15 +107,20 @@ def upload(client: openai.OpenAI, number: int) -> str:
     return client.files.create(file=(f"{number}.txt", document(number).encode()), purpose="user_data").id
 
 
+def upload_all(client: openai.OpenAI, documents: int) -> list[str]:
+    """Returns the names of so many documents, once the server has processed them."""
+    names = [upload(client, number) for number in range(documents)]
+    for name in names:
+        assert client.files.wait_for_processing(name, poll_interval=0.2).status == "processed"
+    return names
+
+
 def load(folder: Path, questions: int, clients: int, documents: int, model: str, memory: str) -> int:
     """Asks everything at once; returns how many answers were wrong."""
     server = Server(folder, "--waiting", "32", "--memory", memory, model=model)
     try:
         server.wait()
-        client = server.client()
-        names = [upload(client, number) for number in range(documents)]
-        for name in names:
-            assert client.files.wait_for_processing(name, poll_interval=0.2).status == "processed"
+        names = upload_all(server.client(), documents)
         start = time.monotonic()
         answers, refused = asyncio.run(answered(server, f"{model}:best-0.2", names, questions, clients))
         seconds = time.monotonic() - start
@@ -314,10 +319,7 @@ def mixed(folder: Path, questions: int, documents: int, model: str, seed: int) -
     variant = f"{model}:best-0.2"
     try:
         server.wait()
-        client = server.client()
-        names = [upload(client, number) for number in range(documents)]
-        for name in names:
-            assert client.files.wait_for_processing(name, poll_interval=0.2).status == "processed"
+        names = upload_all(server.client(), documents)
         plans = [plan(number, documents, chance) for number in range(questions)]
         started = time.monotonic()
         answers = asyncio.run(streamed_all(server, variant, names, plans))
