@@ -90,9 +90,9 @@ def shape_of(name: str) -> tuple[int, int, int]:
     if name == SMOLLM2:
         return SMOLLM2_SHAPE
     source = model_source(name)
-    source.check(weights=False)
+    local = source.is_local()
+    source.check(local, weights=False)
     try:
-        local = source.is_local()
         config = AutoConfig.from_pretrained(source.path, local_files_only=local, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds: missing, damaged, unreachable, unknown
         raise ModelError(
