@@ -2,8 +2,9 @@
 
     python recipes/benchmark_texts.py --data ../shared/data --out src/restorekv/tasks/texts
 
-The folder holds fairytaleqa/val.jsonl, novels/*.txt, factbook/documents.jsonl, ruler-qa/{squad,hotpotqa}.json and the
-license files. Equal data make equal files: gzip without a time stamp or name, lines in the order of the source.
+The folder holds fairytaleqa/val.jsonl, novels/*.txt, factbook/documents.jsonl, ruler-qa/{squad,hotpotqa}.json, corpus/
+with passages of many genres, and the license files. Equal data make equal files: gzip without a time stamp or name,
+lines in the order of the source.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import argparse
 import gzip
 import io
 import json
+import random
 from itertools import pairwise
 from pathlib import Path
 
+from restorekv.data.exercises import draw_checked_exercises
 from restorekv.files import replacing
-from restorekv.tasks.splits import EVALUATION, EVALUATION_NOVEL, factbook_splits
+from restorekv.tasks.metrics import token_f1
+from restorekv.tasks.splits import EVALUATION, EVALUATION_NOVEL, corpus_split, factbook_splits
 
 BANDS = (512, 1024, 1536, 2048, 4097)  # tokens of SmolLM2; from every band as many Factbook documents
 DOCUMENTS = 60
@@ -28,7 +32,11 @@ COPIED = {  # from the data to the package
     "ruler-qa/squad.json": "share-alike/squad.json.gz",
     "ruler-qa/hotpotqa.json": "share-alike/hotpotqa.json.gz",
     "ruler-qa/LICENSE-CC-BY-SA-4.0.txt": "share-alike/LICENSE",
+    "corpus/LICENSES.txt": "genres/LICENSES.txt",
 }
+PER_GENRE = 2  # passages
+LONGEST_PASSAGE = 6000  # characters
+QUESTIONS = 6  # of a passage
 
 
 def factbook(path: Path) -> bytes:
@@ -42,6 +50,45 @@ def factbook(path: Path) -> bytes:
         chosen |= {band[index * len(band) // share] for index in range(share)}
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in held_out if row["id"] in chosen]
     return "".join(lines).encode()
+
+
+def genres(folder: Path) -> bytes:
+    """Returns PER_GENRE passages of every genre's evaluation half, those with questions by people first.
+
+    Genres with fewer such documents give fewer; the largest genres make up for them.
+    """
+    by_genre: dict[str, list[dict]] = {}
+    for path in sorted(folder.glob("*.jsonl.gz")):
+        with gzip.open(path, "rt", encoding="utf-8") as lines:
+            rows = [json.loads(line) for line in lines]
+        held_out = [row for row in rows if corpus_split(row["split"], row["id"]) == EVALUATION]
+        held_out = [row for row in held_out if passage(row)["questions"]]  # tables of single words give none
+        random.Random(f"genres {path.name}").shuffle(held_out)
+        held_out.sort(key=lambda row: not row.get("questions"))
+        by_genre[path.name] = held_out
+    chosen = [row for rows in by_genre.values() for row in rows[:PER_GENRE]]
+    spare = [
+        row for rows in sorted(by_genre.values(), key=len, reverse=True) for row in rows[PER_GENRE : PER_GENRE + 1]
+    ]
+    chosen += spare[: PER_GENRE * len(by_genre) - len(chosen)]
+    return "".join(json.dumps(passage(row), ensure_ascii=False) + "\n" for row in chosen).encode()
+
+
+def passage(row: dict) -> dict:
+    """Returns a row of the benchmark of genres."""
+    text = row["text"]
+    if len(text) > LONGEST_PASSAGE:
+        text = text[: text.rindex("\n" if "\n" in text[:LONGEST_PASSAGE] else " ", 0, LONGEST_PASSAGE)]
+    # An answer that is no part of the text, such as "Not mentioned", is kept only if the text is whole.
+    whole = len(text) == len(row["text"])
+    people = [each for each in row.get("questions") or [] if whole or each["answer"].lower() in text.lower()]
+    asked = [{"question": each["question"], "answers": [each["answer"]]} for each in people[:QUESTIONS]]
+    drawn = draw_checked_exercises(text, random.Random(f"genres {row['id']}"), 3 * QUESTIONS)
+    asked += [{"question": question, "answers": [answer]} for _, question, answer in drawn]
+    # The metric leaves out articles and punctuation; an answer of nothing else could never be right.
+    asked = [each for each in asked if token_f1(each["answers"][0], each["answers"][0]) == 1][:QUESTIONS]
+    names = ("id", "genre", "source", "license", "title")
+    return {**{name: row[name] for name in names}, "context": text, "questions": asked}
 
 
 def packed(content: bytes) -> bytes:
@@ -59,6 +106,7 @@ def main() -> None:
     given = parser.parse_args()
     files = {target: (given.data / source).read_bytes() for source, target in COPIED.items()}
     files["factbook/evaluation.jsonl.gz"] = factbook(given.data / "factbook/documents.jsonl")
+    files["genres/evaluation.jsonl.gz"] = genres(given.data / "corpus")
     for target, content in files.items():
         path = given.out / target
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ from restorekv.tasks.base import Benchmark, Question, Sample
 from restorekv.tasks.bundled import Bundled
 from restorekv.tasks.factbook import Factbook
 from restorekv.tasks.fairytaleqa import FairytaleQA
+from restorekv.tasks.genres import Genres
 from restorekv.tasks.lettered import LongHealth, Quality
 from restorekv.tasks.longbench import LongBench
 from restorekv.tasks.needle import Needle
@@ -16,7 +17,8 @@ from restorekv.tasks.squad import HotpotQA, XQuAD
 __all__ = ["BENCHMARKS", "Benchmark", "Question", "Sample", "make"]
 
 KINDS = (
-    Bundled, Factbook, FairytaleQA, HotpotQA, LongBench, LongHealth, Needle, Qasper, Quality, Ruler, SCBench, XQuAD,
+    Bundled, Factbook, FairytaleQA, Genres, HotpotQA, LongBench, LongHealth, Needle, Qasper, Quality, Ruler, SCBench,
+    XQuAD,
 )  # fmt: skip
 BENCHMARKS: dict[str, type[Benchmark]] = {kind.name: kind for kind in KINDS}
 spec.add_installed("restorekv.benchmarks", BENCHMARKS)

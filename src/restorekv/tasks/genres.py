@@ -1,0 +1,36 @@
+"""Passages of forty genres, from contracts and logs to plays and papers: how a cache does on texts of any kind.
+
+Where a passage has questions by people, with references, these are asked. The other questions are exercises whose
+answer stands in the text: fill in a blank, continue a quotation, what comes before or after. Small models answer few of
+the exercises, even with the full cache, so the divergence from it says more there than the score.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from restorekv.tasks.base import Question, Sample
+from restorekv.tasks.metrics import longest_common_f1
+from restorekv.tasks.reading import Reading, spread
+from restorekv.tasks.rows import field, texts
+
+
+@dataclass(frozen=True)
+class Genres(Reading):
+    """Asks about one passage a context. A task is a genre, so scores and divergence come by kind of text."""
+
+    name, title = "genres", "Forty genres"
+    shipped = "genres/evaluation.jsonl.gz"
+    source = "80 passages of a corpus of 40 genres, kept out of training"
+    metric = "token F1; in addition ROUGE-L"
+    license = "each passage's own, all free: public domain, CC0, CC BY and permissive ones"
+
+    def read(self, row: dict, size: Callable[[str], int]) -> Iterator[Sample]:
+        """Yield the passage of a row with its questions."""
+        questions = [
+            self.question(f"{row['id']} {number}", row["genre"], field(asked, "question"), texts(asked, "answers"))
+            for number, asked in enumerate(row["questions"], 1)
+        ]
+        yield Sample(row["id"], row["context"], tuple(spread(questions, self.questions)))
+
+    def metrics(self, question: Question, prediction: str) -> Mapping[str, float]:
+        return {"rouge_l": max(longest_common_f1(prediction, answer) for answer in question.answers)}
