@@ -106,7 +106,7 @@ def test_questions_are_the_teachers_too(model, tiny_tokenizer):
     context = make_context(tiny_tokenizer, text("study", 20))
     config = settings({}, question_tokens=12)
     document = Document("study", text("study", 20), "cc0-1.0")
-    attempts = SelfStudy(model, tiny_tokenizer, config).study(context, document)
+    attempts = SelfStudy(model, tiny_tokenizer, config).study([(context, document)])[0]
     assert [attempt["kind"] for attempt in attempts] == list(KINDS)
     for attempt, prompt in zip(attempts, KINDS.values(), strict=True):
         asked = question_ids(tiny_tokenizer, context, BETWEEN + prompt)
@@ -114,9 +114,9 @@ def test_questions_are_the_teachers_too(model, tiny_tokenizer):
         raw = tiny_tokenizer.decode(ids, skip_special_tokens=True)
         line = next((line.strip() for line in raw.splitlines() if line.strip()), "")
         assert attempt.get("question", BETWEEN) == BETWEEN + (line if "fault" not in attempt else "")
-    strict = SelfStudy(model, tiny_tokenizer, settings({}, question_characters=10_000)).study(context, document)
+    strict = SelfStudy(model, tiny_tokenizer, settings({}, question_characters=10_000)).study([(context, document)])[0]
     assert strict == [{"kind": kind, "fault": "short question"} for kind in KINDS]
-    silent = SelfStudy(model, tiny_tokenizer, settings({}, least_answer=100)).study(context, document)
+    silent = SelfStudy(model, tiny_tokenizer, settings({}, least_answer=100)).study([(context, document)])[0]
     assert all(attempt["fault"] in ("short answer", "short question") for attempt in silent)
 
 
@@ -150,7 +150,8 @@ def test_a_killed_build_goes_on_to_the_same_bytes_and_asks_nothing_twice(
         plain = getattr(SelfStudy, name)
 
         def counted(*args, plain=plain):
-            asked.append(args[1].ids.tolist())
+            contexts = [args[1]] if args[2:] else [context for context, _ in args[1]]
+            asked.extend(context.ids.tolist() for context in contexts)
             return plain(*args)
 
         monkeypatch.setattr(SelfStudy, name, counted)

@@ -41,14 +41,14 @@ NEVER_GRAPHED: WeakSet[PreTrainedModel] = WeakSet()  # models that cannot be cap
 def answer_ids(
     model: PreTrainedModel, tokenizer: Tokenizer, caches: RaggedCache | Sequence[RaggedCache],
     prompts: Sequence[Tensor], max_new_tokens: int | Sequence[int], first_may_stop: bool = True, graph: bool = False,
-    rows: Sequence[Row] | None = None,
+    rows: Sequence[Row] | None = None, batch: int = BATCH,
 ) -> list[Tensor]:  # fmt: skip
     """Returns the ids of each answer to prompts (q,) or (1, q), with the EOS that ended it, if any.
 
     `caches` is one for all prompts or one for each; neighbors with one cache share its context.
     """
     answers: list[list[int]] = [[] for _ in prompts]
-    for row, token in tokens(model, tokenizer, caches, prompts, max_new_tokens, first_may_stop, graph, rows):
+    for row, token in tokens(model, tokenizer, caches, prompts, max_new_tokens, first_may_stop, graph, rows, batch):
         answers[row].append(token)
     return [torch.tensor(answer, dtype=torch.long) for answer in answers]
 
@@ -56,9 +56,9 @@ def answer_ids(
 def tokens(
     model: PreTrainedModel, tokenizer: Tokenizer, caches: RaggedCache | Sequence[RaggedCache],
     prompts: Sequence[Tensor], max_new_tokens: int | Sequence[int], first_may_stop: bool = True, graph: bool = False,
-    rows: Sequence[Row] | None = None,
+    rows: Sequence[Row] | None = None, batch: int = BATCH,
 ) -> Iterator[tuple[int, int]]:  # fmt: skip
-    """Yields the answers token by token, as (row, id), BATCH rows at a time.
+    """Yields the answers token by token, as (row, id), `batch` rows at a time.
 
     `rows` choose their tokens; without them, the likeliest one is taken. A consumer may raise or stop at any token.
     """
@@ -68,12 +68,12 @@ def tokens(
     ends = [each.get_seq_length() + len(ids) + limit for each, ids, limit in zip(caches, prompts, limits, strict=True)]
     tell_beyond(model, max(ends, default=0), "A question with the longest answer allowed")
     stops = stop_ids(model, tokenizer)
-    for start in range(0, len(prompts), BATCH):
-        part = slice(start, start + BATCH)
+    for start in range(0, len(prompts), batch):
+        part = slice(start, start + batch)
         own = rows[part] if rows else None
         cache = forked(caches[part])
-        batch = padded(model, caches[part], prompts[part])
-        for row, token in decode(model, cache, batch, limits[part], stops, first_may_stop, graph, own):
+        ready = padded(model, caches[part], prompts[part])
+        for row, token in decode(model, cache, ready, limits[part], stops, first_may_stop, graph, own):
             yield start + row, token
 
 

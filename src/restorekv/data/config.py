@@ -1,16 +1,18 @@
 """The settings of a mixture: the defaults are the counts and limits of the paper's appendix on training data."""
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from restorekv.errors import RestoreKVError, one_of
 
-MIXTURE_NAMES = ("paper", "permissive", "passages")
+MIXTURE_NAMES = ("paper", "permissive", "passages", "corpus")
 MAY_BE_ZERO = {
     "documents", "books", "examples", "question_characters", "least_answer", "seed", "story_passages",
-    "novel_passages", "section_passages",
+    "novel_passages", "section_passages", "corpus_passages", "loop",
+    "short_answer_tokens",
 }  # fmt: skip
 
 
@@ -34,7 +36,7 @@ class BuildConfig:
     mixture: str = setting(
         "paper",
         "paper; permissive: freely licensed papers instead of LongAlpaca; passages: parts of stories, novels and "
-        "fact sheets, for small models.",
+        "fact sheets, for small models; corpus: passages of many genres and made-up tables, settings and logs.",
     )
     longalpaca: str = setting("Yukang/LongAlpaca-12k", "Hub id (ID@REVISION), file or folder of LongAlpaca.")
     papers: str = setting("common-pile/arxiv_papers_filtered", "Hub id, file or folder of openly licensed papers.")
@@ -51,6 +53,11 @@ class BuildConfig:
     stories: str = setting("stories", "File or folder of FairytaleQA's training stories (passages).")
     novels: str = setting("novels", "File or folder of novels (passages).")
     sections: str = setting("sections", "File or folder of the Factbook's sections (passages).")
+    corpus: str = setting("corpus", "File or folder of passages with their genre and license (corpus).")
+    corpus_passages: int = setting(2400, "Number of passages from the corpus, made documents included.")
+    made: float = setting(0.15, "Share of these that are made-up tables, settings, logs and lists.")
+    part: str = setting("1/1", "K/N builds every N-th passage of the corpus from the K-th on, to share the work.")
+    loop: int = setting(0, "An answer ends once its last so many tokens have been in it before; 0: never.")
     story_passages: int = setting(200, "Number of passages from stories.")
     novel_passages: int = setting(120, "Number of passages from novels.")
     section_passages: int = setting(60, "Number of Factbook sections.")
@@ -62,6 +69,9 @@ class BuildConfig:
     wording: str = setting("{question}", "Template for a passage's own questions; {question} is the question.")
     question_tokens: int = setting(64, "Maximum tokens of a question.")
     answer_tokens: int = setting(512, "Maximum tokens of an answer in self-study.")
+    short_answer_tokens: int = setting(
+        0, "Maximum tokens of an answer about a single place of the text; 0: the same as others."
+    )
     flan_answer_tokens: int = setting(256, "Maximum tokens of an answer to a FLAN prompt.")
     question_characters: int = setting(10, "Shorter questions are dropped.")
     least_answer: int = setting(4, "Answers with fewer tokens, not counting the EOS, are dropped.")
@@ -87,9 +97,23 @@ class BuildConfig:
             raise RestoreKVError(f"--wording needs {{question}} where the question goes, not {self.wording!r}.")
         if self.passage_shortest > self.passage_longest:
             raise RestoreKVError("--passage-shortest is more than --passage-longest; swap them.")
-        passages = (self.story_passages, self.novel_passages, self.section_passages)
-        if not any(passages if self.mixture == "passages" else (self.documents, self.books, self.examples)):
+        if not 0 <= self.made < 1:
+            raise RestoreKVError(f"made must be at least 0 and below 1, not {self.made:g}.")
+        _ = self.shard  # refuses a part that is not one
+        counts_of_mixture = {
+            "passages": (self.story_passages, self.novel_passages, self.section_passages),
+            "corpus": (self.corpus_passages,),
+        }
+        if not any(counts_of_mixture.get(self.mixture, (self.documents, self.books, self.examples))):
             raise RestoreKVError("Every source has a count of 0; give at least one a count above 0.")
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        """The part of the corpus that is built, counted from 0, and the number of parts."""
+        found = re.fullmatch(r"([1-9][0-9]{0,3})/([1-9][0-9]{0,3})", self.part)
+        if not found or int(found[1]) > int(found[2]):
+            raise RestoreKVError(f"--part is K/N with K from 1 to N, such as 1/2, not {self.part!r}.")
+        return int(found[1]) - 1, int(found[2])
 
     @property
     def allowed_licenses(self) -> tuple[str, ...]:

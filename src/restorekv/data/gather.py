@@ -159,20 +159,43 @@ class Builder:
         teacher = SelfStudy(self.model, self.tokenizer, self.config)
         steps = wanted * (self.config.chunks if source.unit == "books" else 1)
         lengths = LengthFilter(self.tokenizer, source.shortest(self.config), self.longest)
+        waiting: list[tuple[Document, Context]] = []
         for item in items:
             gathered.read += 1
             if context := self.accept(item, lengths, gathered):
-                attempts = stored.get(gathered.contexts, item)
-                if attempts is None:
-                    attempts = (teacher.reply if source.asked_once else teacher.study)(context, item)
-                    stored.add(item, attempts)
-                self.take(source, item, context, attempts, gathered)
-                done = len(gathered.examples) if source.asked_once else gathered.contexts
-                self.progress(min(done, steps), steps, source.title)
+                waiting.append((item, context))
+            missing = max(wanted - gathered.count(source), 1)
+            if len(waiting) == min(source.at_once, missing):
+                self.ask_waiting(source, waiting, stored, teacher, gathered, steps)
             more_of_a_book = isinstance(item, Document) and item.more
             if gathered.count(source) >= wanted and not more_of_a_book:
                 break
+        self.ask_waiting(source, waiting, stored, teacher, gathered, steps)
         return gathered
+
+    def ask_waiting(
+        self, source: Source, waiting: list[tuple[Document, Context]], stored: Attempts, teacher: SelfStudy,
+        gathered: Gathered, steps: int,
+    ) -> None:  # fmt: skip
+        """Asks about the contexts that wait, all at once, and adds what comes of it; none of them waits after that.
+
+        A batch that was interrupted is asked again as a whole, since a batch of other rows may round differently.
+        """
+        first = gathered.contexts
+        attempts = [stored.get(first + place, item) for place, (item, _) in enumerate(waiting)]
+        if None in attempts:
+            if source.asked_once:
+                attempts = [teacher.reply(context, item) for item, context in waiting]
+            else:
+                attempts = teacher.study([(context, item) for item, context in waiting])
+            for place, (item, _) in enumerate(waiting):
+                if stored.get(first + place, item) is None:
+                    stored.add(item, attempts[place])
+        for (item, context), own in zip(waiting, attempts, strict=True):
+            self.take(source, item, context, own, gathered)
+            done = len(gathered.examples) if source.asked_once else gathered.contexts
+            self.progress(min(done, steps), steps, source.title)
+        waiting.clear()
 
     def accept(self, item: Document | DropRow, lengths: LengthFilter, gathered: Gathered) -> Context | None:
         """Returns the context of a document that passes; counts any other, and names it if it is an evaluation text."""

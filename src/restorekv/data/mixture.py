@@ -12,6 +12,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv.data import exercises, made
 from restorekv.data.files import optional, parquet_rows
 from restorekv.data.manifest import check_model, read_manifest
 from restorekv.data.passages import FACT, HUMAN, LISTED, REPEAT
@@ -24,7 +25,7 @@ from restorekv.restore.adapter_file import renamed_keys
 TEXTS = ("source", "document", "context", "kind", "question", "answer", "license")
 NUMBERS = ("context_tokens", "question_tokens", "answer_tokens")
 COLUMNS = (*TEXTS, *NUMBERS, "answer_ids")
-KNOWN_KINDS = {*KINDS, PROMPT, HUMAN, FACT, REPEAT, LISTED}
+KNOWN_KINDS = {*KINDS, PROMPT, HUMAN, FACT, REPEAT, LISTED, *exercises.KINDS, *made.KINDS}
 LIMIT = 4 << 30  # bytes of a file
 PAGE = 256 * 2**20  # bytes of a dictionary page: all contexts of a file
 

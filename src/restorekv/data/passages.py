@@ -100,14 +100,14 @@ def sample_in_order(rng: random.Random, items: list[str], count: int) -> list[st
 
 
 def number(rng: random.Random) -> str:
-    """Draws 3 to 8 digits."""
-    digits = rng.randint(3, 8)
+    """Draws 3 to 6 digits or 8: RULER's numbers have 7."""
+    digits = rng.choice((3, 4, 5, 6, 8))
     return str(rng.randrange(10 ** (digits - 1), 10**digits))
 
 
 def code(rng: random.Random) -> str:
-    """Draws letters and digits in groups, as on labels or in a UUID."""
-    lengths = rng.choice(((3, 4), (4, 4, 4), (2, 5), (8, 4, 4, 4, 12)))
+    """Draws letters and digits in groups, as on labels; RULER has UUIDs."""
+    lengths = rng.choice(((3, 4), (4, 4, 4), (2, 5), (6, 3, 6)))
     return "-".join("".join(rng.choice(DIGITS) for _ in range(length)) for length in lengths)
 
 

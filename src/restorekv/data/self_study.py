@@ -4,15 +4,21 @@ The teacher is the model itself with the full cache. It decodes greedily, all qu
 one prefill. A question follows the context as "\\n\\n" and its words, without "Q:".
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.generate import answer_ids, answer_text, stop_ids
+from restorekv.compression.sampling import refuse_not_finite
 from restorekv.data.config import BuildConfig
 from restorekv.data.documents import Document
+from restorekv.data.exercises import LOCAL
+from restorekv.data.made import LOOKUP, ROW
+from restorekv.data.passages import FACT, HUMAN
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import BETWEEN, Context, question_ids
 
@@ -24,8 +30,20 @@ KINDS = {
     "method": f"Ask how something in the text above is done or why it works. {ALONE}",
     "compare": f"Ask for a comparison of two things that the text above tells about. {ALONE}",
 }
+LARGE_BATCH = 48  # answers that are written at a time, to any number of contexts
+SHORT_ANSWERS = {FACT, HUMAN, LOOKUP, ROW, *LOCAL}  # kinds of questions about one place of the text
 PROMPT = "prompt"  # the kind of a context that asks itself
 LABELS = ("question:", "q:")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question of some kind about a context, whose full cache is at hand."""
+
+    context: Context
+    cache: RaggedCache
+    kind: str
+    question: str
 
 
 @dataclass(frozen=True)
@@ -39,17 +57,30 @@ class SelfStudy:
     tokenizer: Tokenizer
     config: BuildConfig
 
-    def study(self, context: Context, document: Document) -> list[dict]:
-        """Asks one question of each kind if `document.studied`, and answers these and the document's own."""
-        cache = self.full_cache(context)
-        questions, faults = self.ask(context, cache) if document.studied else ({}, {})
-        asked = [*questions.items(), *((kind, BETWEEN + question) for kind, question in document.asked)]
-        dropped = [{"kind": kind, "fault": fault} for kind, fault in faults.items()]
-        return [*dropped, *self.answer(context, cache, asked, self.config.answer_tokens)]
+    def study(self, studied: Sequence[tuple[Context, Document]]) -> list[list[dict]]:
+        """Asks one question of each kind where `document.studied`, and answers these and the documents' own.
+
+        All answers are written in one batch; returns the attempts at each context.
+        """
+        attempts: list[list[dict]] = []
+        asked: list[Asked] = []
+        owners: list[int] = []
+        for number, (context, document) in enumerate(studied):
+            cache = self.full_cache(context)
+            questions, faults = self.ask(context, cache) if document.studied else ({}, {})
+            attempts.append([{"kind": kind, "fault": fault} for kind, fault in faults.items()])
+            own = [*questions.items(), *((kind, BETWEEN + question) for kind, question in document.asked)]
+            asked += [Asked(context, cache, kind, question) for kind, question in own]
+            owners += [number] * len(own)
+        limits = [self.limit(each.kind) for each in asked]
+        for owner, attempt in zip(owners, self.answer(asked, limits), strict=True):
+            attempts[owner].append(attempt)
+        return attempts
 
     def reply(self, context: Context, document: Document) -> list[dict]:
         """Makes the one attempt at a context that asks itself."""
-        return self.answer(context, self.full_cache(context), [(PROMPT, "")], self.config.flan_answer_tokens)
+        asked = Asked(context, self.full_cache(context), PROMPT, "")
+        return self.answer([asked], [self.config.flan_answer_tokens])
 
     def full_cache(self, context: Context) -> RaggedCache:
         """Returns a cache with every pair of the context, which a batch of questions shares."""
@@ -66,18 +97,57 @@ class SelfStudy:
         good = {kind: BETWEEN + question for kind, question in questions.items() if not faults[kind]}
         return good, {kind: fault for kind, fault in faults.items() if fault}
 
-    def answer(self, context: Context, cache: RaggedCache, questions: list[tuple[str, str]], limit: int) -> list[dict]:
-        """Answers (kind, question) pairs greedily; `answer_ids` ends with the EOS unless the limit came first."""
+    def limit(self, kind: str) -> int:
+        """Returns the most tokens of an answer to a question of that kind."""
+        short = self.config.short_answer_tokens
+        return short if short and kind in SHORT_ANSWERS else self.config.answer_tokens
+
+    def answer(self, asked: Sequence[Asked], limits: Sequence[int]) -> list[dict]:
+        """Answers questions greedily; `answer_ids` ends with the EOS unless the limit or a loop came first."""
         stops = stop_ids(self.model, self.tokenizer)
-        prompts = [question_ids(self.tokenizer, context, question, empty=True)[0] for _, question in questions]
-        answers = answer_ids(self.model, self.tokenizer, cache, prompts, limit)
+        prompts = [question_ids(self.tokenizer, each.context, each.question, empty=True)[0] for each in asked]
+        choosers = [GreedyUntilLoop(self.config.loop) for _ in asked] if self.config.loop else None
+        answers = answer_ids(
+            self.model,
+            self.tokenizer,
+            [each.cache for each in asked],
+            prompts,
+            list(limits),
+            rows=choosers,
+            batch=LARGE_BATCH,
+        )
         attempts = []
-        for (kind, question), ids in zip(questions, (ids.tolist() for ids in answers), strict=True):
+        for each, ids in zip(asked, (ids.tolist() for ids in answers), strict=True):
             text = answer_text(self.tokenizer, ids, stops)
             fault = answer_fault(text, len(ids) - (ids[-1] in stops), self.config)
-            attempt = {"kind": kind, "question": question, "answer": text, "answer_ids": ids}
-            attempts.append({"kind": kind, "fault": fault} if fault else attempt)
+            attempt = {"kind": each.kind, "question": each.question, "answer": text, "answer_ids": ids}
+            attempts.append({"kind": each.kind, "fault": fault} if fault else attempt)
         return attempts
+
+
+@dataclass
+class GreedyUntilLoop:
+    """Takes the likeliest token, and ends an answer once its last `size` tokens have been in it before.
+
+    Small models repeat themselves until the limit. The rest of such an answer teaches nothing and costs as much.
+    """
+
+    size: int
+    ids: list[int] = field(default_factory=list)
+
+    def choose(self, logits: Tensor) -> int:
+        """Returns the likeliest id of logits (V,)."""
+        best = logits.max(-1)
+        if not best.values.isfinite():
+            refuse_not_finite()
+        self.ids.append(int(best.indices))
+        return self.ids[-1]
+
+    def ends(self) -> bool:
+        """Returns whether the answer has come into a loop."""
+        last = self.ids[-self.size :]
+        starts = range(len(self.ids) - len(last))
+        return len(last) == self.size and any(self.ids[start : start + self.size] == last for start in starts)
 
 
 def question_fault(question: str, config: BuildConfig) -> str | None:

@@ -13,6 +13,7 @@ flan        FLAN v2 within the Tulu-3 mixture (arXiv 2411.15124; hub allenai/tul
             {id, messages: [{role, content}], source}. A long prompt is the context and asks itself; the answer is the
             teacher's, not the one in the set.
 passages    stories, novels and fact sheets (`passages`).
+corpus      passages of many genres and made-up material (`corpus`).
 """
 
 import json
@@ -24,6 +25,8 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.data.config import BuildConfig
+from restorekv.data.corpus import LICENSES as CORPUS_LICENSES
+from restorekv.data.corpus import read_corpus
 from restorekv.data.documents import Document, DropRow, Reader, row_by_row, text_of, whole
 from restorekv.data.passages import NOVELS_LICENSE, SECTIONS_LICENSE, STORIES_LICENSE, passage_reader
 from restorekv.model.tokenize import token_places
@@ -126,6 +129,7 @@ class Source:
     shortest: Callable[[BuildConfig], int]
     unit: str = "documents"
     asked_once: bool = False
+    at_once: int = 1  # contexts whose answers are written in one batch
 
 
 def passages_of(name: str, title: str, license: str, wanted: Callable, per_text: Callable = lambda c: 1) -> Source:
@@ -139,15 +143,20 @@ FLAN = Source("flan", "Tulu-3 FLAN", flan, lambda c: c.examples, lambda c: c.fla
 STORIES = passages_of("stories", "FairytaleQA", STORIES_LICENSE, lambda c: c.story_passages)
 NOVELS = passages_of("novels", "Novels", NOVELS_LICENSE, lambda c: c.novel_passages, lambda c: c.per_novel)
 SECTIONS = passages_of("sections", "The World Factbook", SECTIONS_LICENSE, lambda c: c.section_passages)
+CORPUS = Source(
+    "corpus", "Corpus of many genres", read_corpus, lambda c: c.corpus_passages, lambda c: c.passage_shortest,
+    at_once=8,
+)  # fmt: skip
 MIXTURES = {
     "paper": (LONGALPACA, PG19, FLAN),
     "permissive": (PAPERS, PG19, FLAN),
     "passages": (STORIES, NOVELS, SECTIONS),
+    "corpus": (CORPUS,),
 }
 ASKED_ONCE = {source.name for mixture in MIXTURES.values() for source in mixture if source.asked_once}
 LICENSES = {
     LONGALPACA_LICENSE, PG19_LICENSE, FLAN_LICENSE, *LABELS.values(),
-    STORIES_LICENSE, NOVELS_LICENSE, SECTIONS_LICENSE,
+    STORIES_LICENSE, NOVELS_LICENSE, SECTIONS_LICENSE, *CORPUS_LICENSES.values(),
 }  # fmt: skip
 
 

@@ -28,11 +28,12 @@ NAMELESS = "OWNER/NAME-OR-FOLDER"
 SEAL = "<!-- written by restorekv, {} -->\n"
 UNKNOWN = "unknown"
 PERMISSIVE = frozenset(
-    "apache-2.0 mit bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear bsl-1.0 isc ncsa postgresql unlicense wtfpl zlib "
+    "apache-2.0 mit curl bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear bsl-1.0 isc ncsa postgresql unlicense wtfpl "
+    "zlib "
     "cc0-1.0 pddl public-domain odc-by cdla-permissive-1.0 cdla-permissive-2.0 etalab-2.0 cc-by-2.0 cc-by-2.5 "
     "cc-by-3.0 cc-by-4.0".split()
 )
-HUB = PERMISSIVE - {"public-domain"} | frozenset(  # huggingface.co/docs/hub/repositories-licenses
+HUB = PERMISSIVE - {"public-domain", "curl"} | frozenset(  # huggingface.co/docs/hub/repositories-licenses
     "odbl gfdl afl-3.0 agpl-3.0 apple-amlr apple-ascl artistic-2.0 bigcode-openrail-m bigscience-bloom-rail-1.0 "
     "bigscience-openrail-m c-uda cc cc-by-nc-2.0 cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nc-nd-3.0 cc-by-nc-nd-4.0 "
     "cc-by-nc-sa-2.0 cc-by-nc-sa-3.0 cc-by-nc-sa-4.0 cc-by-nd-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cdla-sharing-1.0 "

@@ -1,0 +1,158 @@
+"""Passages of many genres, with questions of people and exercises drawn from the texts, and made-up material.
+
+Rows are {id, genre, license, text} with {split, questions: [{question}]} if known. Passages are taken from all genres
+in turn, so any number of them is a balanced mixture; those of another split than "train" are left out. Every passage is
+cut to a length drawn between `passage_shortest` and `passage_longest` tokens, at the end of a sentence or line.
+"""
+
+import math
+import random
+from collections.abc import Iterator
+
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from restorekv.data.config import BuildConfig
+from restorekv.data.documents import Document, DropRow, text_of
+from restorekv.data.exercises import SENTENCE_END, draw_exercises
+from restorekv.data.made import LICENSE, make_document
+from restorekv.data.passages import FACT, HUMAN, invent, questions_of, sample_in_order, worded
+from restorekv.model.tokenize import token_places
+
+TRAINING = "train"
+STUDIED = 0.1  # share of the passages about which the teacher asks questions of its own
+HUMAN_QUESTIONS = 2  # of a passage, at most
+LICENSES = {  # what the corpus' rows say, and the identifier of the hub
+    "apache-2.0": "apache-2.0",
+    "apache-2.0 or mit": "apache-2.0",
+    "mit or apache-2.0": "apache-2.0",
+    "mit": "mit",
+    "unlicense or mit": "mit",
+    "unlicense (public domain)": "unlicense",
+    "bsd-2-clause": "bsd-2-clause",
+    "bsd-3-clause": "bsd-3-clause",
+    "isc": "isc",
+    "curl licence (mit-like)": "curl",
+    "cc by 4.0": "cc-by-4.0",
+    "cc by 4.0 (some cc0)": "cc-by-4.0",
+    "annotations apache-2.0, articles cc by or cc0": "cc-by-4.0",
+    "cc by 3.0": "cc-by-3.0",
+    "cc0 1.0": "cc0-1.0",
+    "public domain or cc0 1.0": "cc0-1.0",
+}
+PUBLIC_DOMAIN = "public domain"  # what the other ones begin with that may be used
+
+
+def read_corpus(rows: Iterator[dict], config: BuildConfig, tokenizer: Tokenizer) -> Iterator[Document | DropRow]:
+    """Yield the passages that this part of the build is to have, and why a row is dropped.
+
+    The order is that of the whole build: genre after genre takes its turn, with a made document as often as
+    `config.made` says. Part k of n takes every n-th document, from the k-th on.
+    """
+    genres: dict[str, list[dict]] = {}
+    for row in rows:
+        try:
+            genres.setdefault(_checked_genre(row), []).append(row)
+        except DropRow as reason:
+            yield reason
+    part, parts = config.shard
+    for number, document in enumerate(_draw_documents(genres, config, tokenizer)):
+        if number % parts == part:
+            yield document
+
+
+def _draw_documents(
+    genres: dict[str, list[dict]], config: BuildConfig, tokenizer: Tokenizer
+) -> Iterator[Document | DropRow]:
+    """Yield the documents of all parts."""
+    rng = random.Random(f"{config.seed} order")
+    for name in sorted(genres):
+        rng.shuffle(genres[name])
+    made = 0
+    taken = 0
+    while any(genres.values()):
+        left = sorted(name for name in genres if genres[name])
+        for name in rng.sample(left, len(left)):  # another order in every turn, so that each part gets all genres
+            if made < config.made * (made + taken + 1) and config.made:
+                yield _made_document(made, config)
+                made += 1
+            row = genres[name].pop()
+            taken += 1
+            try:
+                yield _passage(row, config, tokenizer)
+            except DropRow as reason:
+                yield reason
+
+
+def _checked_genre(row: dict) -> str:
+    """Return the genre of a row that may be trained on; raise DropRow for another."""
+    if row.get("split") not in (None, TRAINING):
+        raise DropRow("of another split")
+    if not isinstance(row.get("genre"), str) or not row["genre"].strip():
+        raise DropRow("no genre")
+    if not text_of(row, "text").strip():
+        raise DropRow("no text")
+    license_identifier(row)
+    return row["genre"]
+
+
+def license_identifier(row: dict) -> str:
+    """Return the hub's identifier of a row's license; raise DropRow for one that is not known to be free."""
+    words = str(row.get("license") or "").strip().lower()
+    if words in LICENSES:
+        return LICENSES[words]
+    if words.replace("-", " ").startswith(PUBLIC_DOMAIN):
+        return "public-domain"
+    raise DropRow(f"license {words[:60] or 'missing'}")
+
+
+def _passage(row: dict, config: BuildConfig, tokenizer: Tokenizer) -> Document:
+    """Return a row's passage with its questions."""
+    name = str(row.get("id") or "passage")
+    rng = random.Random(f"{config.seed} passage {name}")
+    text = _cut(text_of(row, "text").strip(), _draw_length(rng, config), tokenizer, rng)
+    facts: list[str] = []
+    if rng.random() < config.invented:
+        text, facts = invent(text, rng)
+    asked = sample_in_order(rng, questions_of(row), HUMAN_QUESTIONS)
+    questions = [(HUMAN, worded(rng, question, config)) for question in asked]
+    questions += [(FACT, worded(rng, question, config)) for question in sample_in_order(rng, facts, 2)]
+    drawn = draw_exercises(text, rng, max(config.questions - len(questions), 2))
+    studied = not questions and rng.random() < STUDIED
+    questions += drawn[:1] if studied else drawn
+    return Document(name, text, license_identifier(row), asked=tuple(questions), studied=studied)
+
+
+def _made_document(number: int, config: BuildConfig) -> Document:
+    """Return a made document with its questions."""
+    rng = random.Random(f"{config.seed} made {number}")
+    made = make_document(rng, _draw_length(rng, config))
+    questions = [(kind, worded(rng, question, config)) for kind, question in made.questions]
+    questions = sample_in_order(rng, questions, config.questions - 1)
+    questions += draw_exercises(made.text, rng, 1)
+    return Document(f"made {number}", made.text, LICENSE, asked=tuple(questions), studied=False)
+
+
+def _draw_length(rng: random.Random, config: BuildConfig) -> int:
+    """Draw a number of tokens, the long ones more often, since many passages are shorter than what is drawn."""
+    low, high = math.log(config.passage_shortest), math.log(config.passage_longest)
+    return round(math.exp(low + (high - low) * math.sqrt(rng.random())))
+
+
+def _cut(text: str, tokens: int, tokenizer: Tokenizer, rng: random.Random) -> str:
+    """Return a part of at most that many tokens, from a paragraph to the end of a sentence or line.
+
+    Half of the parts begin where the passage does. A part may end inside a sentence that has no end in reach.
+    """
+    places = token_places(tokenizer, text)
+    if len(places) <= tokens:
+        return text
+    first = 0
+    if rng.random() < 0.5:
+        latest = places[len(places) - tokens][0]
+        starts = [place + 1 for place, letter in enumerate(text) if letter == "\n" and place < latest]
+        first = rng.choice(starts) if starts else 0
+    after = next(index for index, place in enumerate(places) if place[0] >= first)
+    last = places[min(after + tokens, len(places)) - 1][1]
+    part = text[first:last]
+    ends = [match.start() for match in SENTENCE_END.finditer(part) if match.start() > 0.8 * len(part)]
+    return (part[: ends[-1]] if ends else part).strip()

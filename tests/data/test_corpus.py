@@ -1,0 +1,203 @@
+"""The mixture of many genres: which passages are taken, what is asked about them, and what is made up."""
+
+import random
+import re
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from restorekv.data import exercises, made, passages
+from restorekv.data.build import build
+from restorekv.data.corpus import license_identifier, read_corpus
+from restorekv.data.documents import Document, DropRow
+from restorekv.data.mixture import read_mixture
+from restorekv.data.self_study import GreedyUntilLoop
+from restorekv.data.sources import LICENSES
+from restorekv.errors import RestoreKVError
+from restorekv.model.prompt import encode
+from restorekv.restore.model_card import PERMISSIVE, passed_on
+from tests.helpers.data_world import settings, text, write_jsonl
+
+GENRES = ("letters", "logs", "news")
+CONFIG = settings(
+    {}, mixture="corpus", passage_shortest=300, passage_longest=500, questions=3, corpus_passages=6, made=0.25,
+    answer_tokens=12, short_answer_tokens=6,
+)  # fmt: skip
+
+
+def passage(name: str, sentences: int = 12) -> str:
+    return " ".join(text(f"{name} {number}", 7).capitalize() for number in range(sentences))
+
+
+def rows() -> list[dict]:
+    made_rows = []
+    for genre in GENRES:
+        for number in range(4):
+            row = {
+                "id": f"{genre}/{number}",
+                "genre": genre,
+                "license": "CC BY 4.0" if number % 2 else "public domain (US government)",
+                "split": "train",
+                "text": passage(f"{genre} {number}"),
+            }
+            if number == 0:
+                row["questions"] = [{"question": f"who wrote it, {each}?"} for each in range(5)]
+            made_rows.append(row)
+    made_rows[0] = {**made_rows[0], "split": "development"}
+    made_rows[1] = {**made_rows[1], "license": "CC BY-NC 4.0"}
+    return made_rows
+
+
+def read(config, tokenizer) -> tuple[list[Document], Counter]:
+    items = list(read_corpus(iter(rows()), config, tokenizer))
+    reasons = Counter(str(item) for item in items if isinstance(item, DropRow))
+    return [item for item in items if isinstance(item, Document)], reasons
+
+
+def test_genres_take_turns_and_only_the_training_split_is_read(tiny_tokenizer):
+    documents, reasons = read(CONFIG, tiny_tokenizer)
+    assert reasons == {"of another split": 1, "license cc by-nc 4.0": 1}
+    of_corpus = [each.name.partition("/")[0] for each in documents if not each.name.startswith("made ")]
+    assert sorted(of_corpus[:3]) == sorted(GENRES)
+    assert Counter(of_corpus) == {"letters": 2, "logs": 4, "news": 4}
+
+
+def test_made_documents_have_their_share(tiny_tokenizer):
+    documents, _ = read(CONFIG, tiny_tokenizer)
+    invented = [each for each in documents if each.name.startswith("made ")]
+    assert abs(len(invented) - 0.25 * len(documents)) <= 1
+    documents, _ = read(replace(CONFIG, made=0.0), tiny_tokenizer)
+    assert not any(each.name.startswith("made ") for each in documents)
+
+
+def test_the_parts_make_the_whole(tiny_tokenizer):
+    whole, _ = read(CONFIG, tiny_tokenizer)
+    parts = [read(replace(CONFIG, part=f"{part}/3"), tiny_tokenizer)[0] for part in (1, 2, 3)]
+    assert [len(part) for part in parts] and parts[1] == whole[1::3]
+    assert sorted(each.name for part in parts for each in part) == sorted(each.name for each in whole)
+
+
+@pytest.mark.parametrize("wrong", ["0/2", "3/2", "1", "1/0", "a/b", "1/2/3"])
+def test_a_part_that_is_none_is_refused(wrong):
+    with pytest.raises(RestoreKVError, match="--part is K/N"):
+        replace(CONFIG, part=wrong)
+
+
+def test_passages_are_cut_at_the_end_of_a_sentence(tiny_tokenizer):
+    documents, _ = read(replace(CONFIG, made=0.0, invented=0.0), tiny_tokenizer)
+    for document in documents:
+        assert len(encode(tiny_tokenizer, document.text)[0]) <= 502
+        last_end = document.text.rfind(". ")
+        assert document.text.endswith(".") or last_end <= 0.8 * len(document.text)
+    assert any(document.text.endswith(".") for document in documents)
+
+
+def test_a_passage_asks_its_people_first(tiny_tokenizer):
+    documents, _ = read(replace(CONFIG, invented=0.0), tiny_tokenizer)
+    own = next(each for each in documents if each.name == "logs/0")
+    kinds = [kind for kind, _ in own.asked]
+    assert kinds[:2] == [passages.HUMAN, passages.HUMAN] and kinds[2] in exercises.VERBATIM and not own.studied
+
+
+def test_exercises_quote_the_text():
+    words = passage("quoted", 30)
+    for seed in range(60):
+        drawn = exercises.draw_exercises(words, random.Random(seed), 6)
+        kinds = [kind for kind, _ in drawn]
+        assert kinds[0] in exercises.VERBATIM and kinds[1] in exercises.OPEN
+        assert sorted(kinds[2:]) == sorted(exercises.LOCAL) and len(set(kinds)) == len(kinds)
+        for kind, question in drawn:
+            for quote in re.findall(r'"([^"]*)"', question):
+                for part in quote.split(" ____ "):
+                    assert part.strip("_ ") in words, (kind, question)
+
+
+def test_a_text_too_short_to_quote_gives_no_exercise():
+    assert exercises.draw_exercises("Two words. Three more words here.", random.Random(0), 4) == []
+
+
+@pytest.mark.parametrize("form", made.FORMS)
+def test_made_documents_answer_their_questions(form):
+    for seed in range(20):
+        document = form(random.Random(f"{form.__name__} {seed}"), 1500)
+        assert {kind for kind, _ in document.questions} <= set(made.KINDS)
+        assert 600 < len(document.text) < 9000
+        again = form(random.Random(f"{form.__name__} {seed}"), 1500)
+        assert again == document
+
+
+def test_a_question_about_a_cell_names_a_row_of_the_table():
+    for seed in range(50):
+        rng = random.Random(seed)
+        table = made.draw_table(rng, 800)
+        assert len({row[0] for row in table.rows}) == len(table.rows)
+        for kind, question in made.ask_table(table, rng):
+            if kind == made.ROW:
+                assert any(row[0] in question for row in table.rows)
+
+
+def test_no_number_is_in_a_format_of_ruler():
+    rng = random.Random(0)
+    drawn = [
+        draw(rng) for draw in (passages.number, passages.code, made.draw_number, made.draw_code) for _ in range(500)
+    ]
+    drawn += [made.make_document(random.Random(seed), 300).text for seed in range(60)]
+    assert not any(re.search(r"(?<!\d)\d{7}(?!\d)", each) for each in drawn)
+    assert not any(re.search(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}", each) for each in drawn)
+    assert not any("special magic" in each.lower() or "VAR" in each for each in drawn)
+
+
+def test_every_license_of_the_corpus_lets_an_adapter_be_apache():
+    known = ("CC BY 4.0", "curl licence (MIT-like)", "public domain (NASA)", "Apache-2.0 or MIT", "CC0 1.0")
+    names = [license_identifier({"license": name}) for name in known]
+    assert set(names) <= LICENSES and set(names) <= PERMISSIVE and passed_on(names) == "apache-2.0"
+    for refused in ("CC BY", "CC BY-SA 4.0", None, "proprietary"):
+        with pytest.raises(DropRow, match="license"):
+            license_identifier({"license": refused})
+
+
+def test_an_answer_ends_when_it_repeats_itself():
+    chooser = GreedyUntilLoop(3, ids=[1, 2, 3, 4, 1, 2])
+    assert not chooser.ends()
+    chooser.ids.append(3)
+    assert chooser.ends()
+    assert not GreedyUntilLoop(3, ids=[1, 1, 1]).ends() and GreedyUntilLoop(3, ids=[1, 1, 1, 1]).ends()
+
+
+def test_the_mixture_is_built_resumed_and_read(tiny_model, tiny_tokenizer, tmp_path, monkeypatch):
+    source = tmp_path / "corpus.jsonl"
+    write_jsonl(source, rows())
+    config = replace(CONFIG, corpus=str(source), loop=4)
+    manifest = build(tiny_model, tiny_tokenizer, config, tmp_path / "whole")
+    contexts, _ = read_mixture(tmp_path / "whole", tiny_model, tiny_tokenizer)
+    assert 4 <= len(contexts) <= manifest["sources"]["corpus"]["contexts"] == 6
+    assert manifest["sources"]["corpus"]["dropped"]["of another split"] == 1
+    kinds = {kind for each in contexts for kind in [each.source]}
+    assert kinds == {"corpus"}
+    longest = max(len(ids) for each in contexts for ids in each.answer_ids)
+    assert longest <= 12
+
+    stored = []
+
+    def stop(self, document, attempts):
+        if len(stored) == 2:
+            raise KeyboardInterrupt
+        stored.append(document)
+        return add(self, document, attempts)
+
+    from restorekv.data.gather import Attempts
+
+    add = Attempts.add
+    monkeypatch.setattr(Attempts, "add", stop)
+    with pytest.raises(KeyboardInterrupt):
+        build(tiny_model, tiny_tokenizer, config, tmp_path / "cut")
+    monkeypatch.setattr(Attempts, "add", add)
+    build(tiny_model, tiny_tokenizer, config, tmp_path / "cut", resume=True)
+    assert (tmp_path / "cut" / "corpus.parquet").read_bytes() == (tmp_path / "whole" / "corpus.parquet").read_bytes()
+
+
+def test_facts_are_asked_for(tiny_tokenizer):
+    documents, _ = read(replace(CONFIG, invented=1.0), tiny_tokenizer)
+    with_facts = [each for each in documents if passages.FACT in [kind for kind, _ in each.asked]]
+    assert len(with_facts) == sum(not each.name.startswith("made ") for each in documents)
