@@ -125,3 +125,9 @@ def test_an_evictor_that_cannot_be_loaded_is_named(tmp_path):
 def test_the_digest_of_a_source_is_no_part_of_a_spec():
     assert spec.parse("thing:count=4#0123456789ab", KNOWN, "thing").count == 4
     assert spec.code_of(Thing) == spec.code_of(Thing) != spec.code_of(Bare)
+
+
+def test_specs_in_a_row_keep_their_settings():
+    text = "kvzip+,snapkv:window=64,kernel=5, h2o,fastkvzip:path=a=b"
+    assert spec.split_specs(text) == ["kvzip+", "snapkv:window=64,kernel=5", "h2o", "fastkvzip:path=a=b"]
+    assert spec.split_specs("") == [] and spec.split_specs("kvzip") == ["kvzip"]

@@ -40,6 +40,21 @@ def parse(text: str, classes: Mapping[str, type[Named]], what: str) -> Named:
     return classes[name](**settings)
 
 
+def split_specs(text: str) -> list[str]:
+    """Splits specs that commas separate, as in "kvzip,snapkv:window=64,kernel=5,h2o".
+
+    Settings are separated by commas too: a part with "=" but without a name before it belongs to the spec before.
+    """
+    specs: list[str] = []
+    for part in filter(None, map(str.strip, text.split(","))):
+        names_a_spec = "=" not in part.partition(":")[0]
+        if names_a_spec or not specs:
+            specs.append(part)
+        else:
+            specs[-1] += f",{part}"
+    return specs
+
+
 def write(name: str, instance: object) -> str:
     """Returns the shortest spec of `instance`, which leaves out settings at their defaults."""
     settable = settings_of(type(instance))

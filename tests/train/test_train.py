@@ -1,5 +1,6 @@
 """The training loop: the loss falls, a killed run resumes with the same losses, the backbone stays as it was."""
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -27,7 +28,7 @@ from restorekv.train.examples import (
     sample_step,
     sources,
 )
-from restorekv.train.loop import initial_adapter, train
+from restorekv.train.loop import initial_adapter, ratio_weight, train
 from restorekv.train.loss import answer_logits, divergence
 from restorekv.train.teacher_cache import TeacherCache
 from tests.helpers.models import ONE_FAMILY, SHAPE, build_model
@@ -106,7 +107,7 @@ def test_every_adapter_weight_that_can_learn_does(tiny_tokenizer, tmp_path):
 
 def test_targets_are_the_teachers_own_greedy_answers(tiny_model, tiny_tokenizer):
     teachers = TeacherCache(tiny_model, tiny_tokenizer, EXAMPLES, CONFIG)
-    prepared, targets = teachers[0]
+    prepared, targets = teachers.get(0)
     for target in targets:
         ids = torch.cat([prepared.context.ids[0], target.ids])[None]
         plain = tiny_model(ids).logits[0, -target.answer - 1 : -1]
@@ -117,17 +118,17 @@ def test_targets_are_the_teachers_own_greedy_answers(tiny_model, tiny_tokenizer)
 def test_a_generated_answer_ends_with_one_stop_id(tiny_tokenizer):
     model = build_model("qwen3")
     question = (Example(TEXT, ("who lives in the red house?",), (None,)),)
-    first = TeacherCache(model, tiny_tokenizer, list(question), CONFIG)[0][1][0]
+    first = TeacherCache(model, tiny_tokenizer, list(question), CONFIG).get(0)[1][0]
     stop = int(first.ids[-first.answer :][1])
     model.generation_config.eos_token_id = stop
-    again = TeacherCache(model, tiny_tokenizer, list(question), CONFIG)[0][1][0]
+    again = TeacherCache(model, tiny_tokenizer, list(question), CONFIG).get(0)[1][0]
     answer = again.ids[-again.answer :].tolist()
     assert answer[-1] == stop and answer.count(stop) == 1
 
 
 def test_without_restoring_the_student_is_the_base_evictor(tiny_model, tiny_tokenizer):
     teachers = TeacherCache(tiny_model, tiny_tokenizer, EXAMPLES, CONFIG)
-    prepared, targets = teachers[1]
+    prepared, targets = teachers.get(1)
     alone = answer_logits(tiny_model, prepared.evict(0.3), [targets[0].ids], [targets[0].answer])
     both = answer_logits(
         tiny_model, prepared.evict(0.3), [target.ids for target in targets], [x.answer for x in targets]
@@ -141,7 +142,7 @@ def test_the_first_figures_are_those_of_the_full_cache_and_of_the_evictor_alone(
     teachers = TeacherCache(tiny_model, tiny_tokenizer, EXAMPLES, CONFIG)
     adapter = initial_adapter(tiny_model, tiny_tokenizer, CONFIG)
     found = check(adapter, teachers, StepSample(1, (0, 1), "0.400000", 2))
-    prepared, targets = teachers[1]
+    prepared, targets = teachers.get(1)
     rows, answers = [target.ids for target in targets], [target.answer for target in targets]
     teacher = tiny_model.lm_head(torch.cat([target.hidden for target in targets]))
     base = divergence(teacher, answer_logits(tiny_model, prepared.evict(0.4), rows, answers)).mean()
@@ -153,7 +154,7 @@ def test_the_first_figures_are_those_of_the_full_cache_and_of_the_evictor_alone(
 def test_a_mistake_is_found_before_the_first_step(tiny_tokenizer, tmp_path, monkeypatch, broken):
     model = build_model("qwen3")
     if broken == "teacher":
-        TeacherCache(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "store")[3]
+        TeacherCache(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "store").get(3)
         for path in (tmp_path / "store" / "teacher").iterdir():
             held = load_file(path)
             save_file({name: -x if "hidden" in name else x for name, x in held.items()}, path)
@@ -297,7 +298,7 @@ def test_the_loss_is_that_of_the_models_own_logits(tiny_tokenizer, tmp_path, kin
     model = kind(kind.config_class(**{**SHAPE, "eos_token_id": 2, **extra})).eval().requires_grad_(False)
     attention.install(model)
     teachers = TeacherCache(model, tiny_tokenizer, EXAMPLES, CONFIG)
-    prepared, targets = teachers[0]
+    prepared, targets = teachers.get(0)
     for target in targets:
         ids = torch.cat([prepared.context.ids[0], target.ids])[None]
         plain = model(ids).logits[0, -target.answer - 1 : -1]
@@ -327,12 +328,12 @@ def test_a_stretched_rope_has_more_positions():
 
 def test_many_questions_are_read_a_few_at_a_time(tiny_model, tiny_tokenizer, monkeypatch):
     many = Example(TEXT, tuple(f"is {word} red?" for word in "abcdefg"), (" seven",) * 7)
-    whole = TeacherCache(tiny_model, tiny_tokenizer, [many], CONFIG)[0][1]
+    whole = TeacherCache(tiny_model, tiny_tokenizer, [many], CONFIG).get(0)[1]
     widths = []
     inner = teacher_module.answer_pass
     monkeypatch.setattr(teacher_module, "BATCH", 3)
     monkeypatch.setattr(teacher_module, "answer_pass", lambda *args: (widths.append(len(args[2])), inner(*args))[1])
-    parts = TeacherCache(tiny_model, tiny_tokenizer, [many], CONFIG)[0][1]
+    parts = TeacherCache(tiny_model, tiny_tokenizer, [many], CONFIG).get(0)[1]
     assert max(widths) == 3
     for one, other in zip(whole, parts, strict=True):
         assert torch.equal(one.ids, other.ids)
@@ -355,16 +356,16 @@ def test_a_run_is_resumed_as_it_was_and_what_differs_is_named(tiny_tokenizer, tm
 def test_a_draft_is_confirmed_whichever_stop_id_the_model_uses(tiny_tokenizer, monkeypatch):
     model = build_model("qwen3")
     question = Example(TEXT, ("who lives in the red house?",), (None,))
-    first = TeacherCache(model, tiny_tokenizer, [question], CONFIG)[0][1][0]
+    first = TeacherCache(model, tiny_tokenizer, [question], CONFIG).get(0)[1][0]
     stop = int(first.ids[-first.answer :][1])
     model.generation_config.eos_token_id = [1, stop]  # the lower one is not the model's own
-    written = TeacherCache(model, tiny_tokenizer, [question], CONFIG)[0][1][0]
+    written = TeacherCache(model, tiny_tokenizer, [question], CONFIG).get(0)[1][0]
     answer = written.ids[-written.answer :]
     assert answer[-1] == stop
     draft = tiny_tokenizer.decode(answer[:-1])
     assert tiny_tokenizer.encode(draft, add_special_tokens=False) == answer[:-1].tolist()
     monkeypatch.setattr(teacher_module, "answer_ids", None)
-    again = TeacherCache(model, tiny_tokenizer, [replace(question, drafts=(draft,))], CONFIG)[0][1][0]
+    again = TeacherCache(model, tiny_tokenizer, [replace(question, drafts=(draft,))], CONFIG).get(0)[1][0]
     assert torch.equal(again.ids, written.ids) and again.answer == written.answer
 
 
@@ -408,3 +409,26 @@ def test_checkpoints_that_cannot_be_are_refused_and_change_nothing(tiny_tokenize
     with pytest.raises(RestoreKVError, match=r"damaged|is another one") as caught:
         train(model, tiny_tokenizer, EXAMPLES[:2], config, tmp_path / "run", resume=True)
     assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
+
+
+def test_each_step_draws_one_of_several_evictors(tiny_tokenizer, tmp_path):
+    model = build_model("llama")
+    config = replace(CONFIG, evictor="snapkv:window=8,kernel=3,h2o", ratio_weight=1.0)
+    adapter = train(model, tiny_tokenizer, EXAMPLES, config, tmp_path / "run", store=tmp_path / "store")
+    assert [each.spec for each in config.evictions()] == ["snapkv:window=8,kernel=3", "h2o"]
+    drawn = {sample_step(config, step, EXAMPLES)[0].evictor for step in range(20)}
+    assert drawn == {0, 1}
+    assert sample_step(CONFIG, 0, EXAMPLES)[0].evictor == 0
+    assert adapter.card.evictor == "snapkv:window=8,kernel=3,h2o"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        adapter.check_use("h2o")
+        adapter.check_use("snapkv:window=8,kernel=3")
+    with pytest.warns(RestoreKVWarning, match="trained with the evictor"):
+        adapter.check_use("kvzip")
+
+
+def test_the_weight_of_a_step_rises_with_its_ratio():
+    flat, steep = replace(CONFIG, ratio_max=0.5), replace(CONFIG, ratio_max=0.5, ratio_weight=1.0)
+    assert ratio_weight(flat, 0.05) == 1
+    assert ratio_weight(steep, 0.05) == pytest.approx(0.1) and ratio_weight(steep, 0.5) == 1

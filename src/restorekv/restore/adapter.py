@@ -28,6 +28,7 @@ from restorekv.restore import adapter_file, publish
 from restorekv.restore.adapter_file import Card, Stored, plain
 from restorekv.restore.lora import NAME, build, check_fit
 from restorekv.restore.model_card import identifier, inherited
+from restorekv.spec import split_specs
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -210,7 +211,7 @@ class RestoreAdapter(nn.Module):
                 "its authors do not state how it was trained."
             )
         for what, trained, used in (
-            ("evictor", card.evictor, evictor),
+            ("evictor", evictor if evictor in split_specs(card.evictor or "") else card.evictor, evictor),
             ("allocation", card.allocation, allocation),
             ("restore pass over the cache", card.restore_from, restore_from),
             ("prefix policy", card.prefix_policy, prefix_policy),

@@ -75,8 +75,13 @@ def origin(
     model: PreTrainedModel, tokenizer: Tokenizer, examples: list[Example], config: TrainConfig, processes: int
 ) -> dict[str, object]:
     """Returns what a run depends on besides its settings; a gate is identified by its weights."""
-    own = {"data": examples_hash(examples), "scores": config.eviction().identity(model), "processes": processes}
+    own = {"data": examples_hash(examples), "scores": scores_identity(config, model), "processes": processes}
     return {**facts(model, tokenizer), **own}
+
+
+def scores_identity(config: TrainConfig, model: PreTrainedModel) -> str:
+    """Returns what decides the scores of a run's evictors."""
+    return ",".join(eviction.identity(model) for eviction in config.evictions())
 
 
 def save(folder: Path, run: Run, step: int) -> None:

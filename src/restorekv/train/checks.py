@@ -42,7 +42,7 @@ def check(adapter: RestoreAdapter, teachers: TeacherCache, sample: StepSample) -
     the definition of ragged attention gives; with no restore tokens the adapter changes nothing.
     """
     model, ratio = teachers.model, teachers.config.ratio_max
-    prepared, targets = teachers[sample.index]
+    prepared, targets = teachers.get(sample.index, sample.evictor)
     targets = [targets[question] for question in sample.questions]
     tolerance = TOLERANCE.get(model.dtype, ROUNDED)
 

@@ -12,19 +12,26 @@ from restorekv.compression.prepared import RestoreFrom
 from restorekv.data.config import require_at_least, setting
 from restorekv.errors import RestoreKVError, one_of, shown
 from restorekv.files import has_type, parse_json
+from restorekv.spec import split_specs
 from restorekv.train.loss import ATTENTION, DIRECTIONS, HIDDEN, REDUCTIONS, Direction, Reduction
 
 RatioLaw = Literal["uniform", "log-uniform"]
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 AT_LEAST_ONE = ("restore_tokens", "rank", "steps", "contexts", "questions", "max_new_tokens", "checkpoint_every")
-AT_LEAST_ZERO = ("alpha", "lr", "weight_decay", "warmup", "clip", "keep", "hidden_weight", "attention_weight")
+AT_LEAST_ZERO = (
+    "alpha", "lr", "weight_decay", "warmup", "clip", "keep", "hidden_weight", "attention_weight", "ratio_weight",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """One run; the same settings and data give the same adapter."""
 
-    evictor: str = setting("kvzip", "Evictor to restore, with its settings: kvzip, snapkv:window=64.")
+    evictor: str = setting(
+        "kvzip",
+        "Evictor to restore, with its settings: kvzip, snapkv:window=64. Of several, separated by commas, each step "
+        "draws one.",
+    )
     prefix_policy: PrefixPolicy = setting("free", "free: the chat prefix is kept and not counted; counted.")
     allocation: str = setting("global", "Which pairs compete: global, per-layer, per-head or adakv.")
     restore_from: RestoreFrom = setting("full", "full, or evicted: a control whose restore pass reads what is kept.")
@@ -46,6 +53,9 @@ class TrainConfig:
     ratio_min: float = setting(0.025, "Lowest compression ratio drawn.")
     ratio_max: float = setting(0.25, "Highest compression ratio drawn.")
     ratio_law: RatioLaw = setting("uniform", "uniform, or log-uniform, which draws low ratios more often.")
+    ratio_weight: float = setting(
+        0.0, "Power of r / ratio_max that a step's loss is multiplied by: above 0, high ratios weigh more."
+    )
     nested: bool = setting(False, "Draw the number of restore tokens used, so that the first few work alone.")
     kl: Direction = setting("symmetric", "symmetric; forward: KL(teacher, student); reverse.")
     reduction: Reduction = setting("mean", "mean over the answer tokens, or sum, in which long answers weigh more.")
@@ -57,7 +67,7 @@ class TrainConfig:
     checkpoint_every: int = setting(50, "Steps between checkpoints.")
 
     def __post_init__(self) -> None:
-        self.eviction()
+        self.evictions()
         one_of("embeddings", self.embeddings, ("learned", "fixed"))
         one_of("ratio_law", self.ratio_law, ("uniform", "log-uniform"))
         one_of("kl", self.kl, DIRECTIONS)
@@ -87,10 +97,13 @@ class TrainConfig:
         weights = {HIDDEN: self.hidden_weight, ATTENTION: self.attention_weight}
         return {name: weight for name, weight in weights.items() if weight}
 
-    def eviction(self) -> Eviction:
+    def evictions(self) -> list[Eviction]:
         """Returns what the adapter is trained to restore; contexts too short for n restore tokens get fewer."""
         conventions = {"allocation": self.allocation, "restore_from": self.restore_from}
-        return Eviction.make(self.evictor, prefix_policy=self.prefix_policy, on_small_budget="fewer", **conventions)
+        return [
+            Eviction.make(spec, prefix_policy=self.prefix_policy, on_small_budget="fewer", **conventions)
+            for spec in split_specs(self.evictor) or [self.evictor]
+        ]
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

@@ -18,6 +18,7 @@ from restorekv.errors import RestoreKVError, warn
 from restorekv.model.prompt import default_between, encode, make_context, usable_positions
 from restorekv.model.shape import decoder
 from restorekv.restore.model_card import KNOWN, identifier
+from restorekv.spec import split_specs
 from restorekv.tiny.suite import documents
 from restorekv.train.config import TrainConfig
 from restorekv.train.parallel import is_spread
@@ -159,18 +160,23 @@ def has_text(value: object) -> bool:
 
 @dataclass(frozen=True)
 class StepSample:
-    """One context of one step: its index, the indices of its questions, the ratio, and how many restore tokens."""
+    """One context of one step: its index, the indices of its questions, the ratio, and how many restore tokens.
+
+    `evictor` is the index of the evictor among those of the run.
+    """
 
     index: int
     questions: tuple[int, ...]
     ratio: str
     restore_tokens: int
+    evictor: int = 0
 
 
 def sample_step(config: TrainConfig, step: int, examples: list[Example], processes: int = 1) -> list[StepSample]:
     """Returns the samples of `step` for all processes, which seed and step alone decide; every epoch shuffles anew."""
     rng = random.Random(f"step {config.seed} {step}")
     count = config.contexts * processes
+    evictors = len(split_specs(config.evictor))
     samples = []
     for number in range(step * count, (step + 1) * count):
         epoch, place = divmod(number, len(examples))
@@ -180,7 +186,8 @@ def sample_step(config: TrainConfig, step: int, examples: list[Example], process
         questions = tuple(rng.sample(asked, min(config.questions, len(asked))))
         ratio = f"{sample_ratio(config, rng):.6f}"
         tokens = rng.randint(1, config.restore_tokens) if config.nested else config.restore_tokens
-        samples.append(StepSample(order[place], questions, ratio, tokens))
+        evictor = rng.randrange(evictors) if evictors > 1 else 0
+        samples.append(StepSample(order[place], questions, ratio, tokens, evictor))
     return samples
 
 
@@ -197,7 +204,7 @@ def check_lengths(model: PreTrainedModel, tokenizer: Tokenizer, examples: list[E
     Warns where fewer than n restore tokens fit into the lowest ratio. A backbone that is spread over processes needs
     a restore token at every ratio: without one there is no backward pass, and the others would wait for its shards.
     """
-    limit, few, conventions = usable_positions(model), 0, config.eviction().conventions
+    limit, few, conventions = usable_positions(model), 0, config.evictions()[0].conventions
     ratio = config.ratio_min if is_spread(decoder(model)) else config.ratio_max
     for example in examples:
         context = make_context(tokenizer, example.context)

@@ -157,10 +157,10 @@ def add_gradients(run: Run, teachers: TeacherCache, step: int, group: ProcessGro
     total = 0.0
     for sample in samples:
         with group.join_uneven(teachers.model):
-            prepared, targets = teachers[sample.index]
+            prepared, targets = teachers.get(sample.index, sample.evictor)
         loss = sample_loss(run.adapter, prepared, targets, sample, config) / len(samples)
         if loss.requires_grad:  # a ratio with no room for a restore token teaches nothing
-            loss.backward()
+            (loss * ratio_weight(config, float(sample.ratio))).backward()
         total += float(loss.detach())
     group.average(parameters)
     norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip or math.inf)
@@ -170,6 +170,14 @@ def add_gradients(run: Run, teachers: TeacherCache, step: int, group: ProcessGro
             "last checkpoint is from before it."
         )
     return group.mean(total)
+
+
+def ratio_weight(config: TrainConfig, ratio: float) -> float:
+    """Returns what the loss of a context at `ratio` counts.
+
+    The divergence falls steeply with the ratio, so without a weight the tight ratios alone decide what is learned.
+    """
+    return (ratio / config.ratio_max) ** config.ratio_weight
 
 
 def update(run: Run, step: int) -> None:
@@ -211,10 +219,10 @@ def finish(adapter: RestoreAdapter, teachers: TeacherCache, folder: Path, group:
         if row.get("source") is None or row not in own  # the very same data, trained on again, is named once
     ]
     adapter.describe(
-        evictor=teachers.eviction.identity(teachers.model),
+        evictor=checkpoint.scores_identity(config, teachers.model),
         prefix_policy=config.prefix_policy,
         ratio_range=(config.ratio_min, config.ratio_max),
-        allocation=teachers.eviction.conventions.allocation.spec,
+        allocation=teachers.evictions[0].conventions.allocation.spec,
         restore_from=config.restore_from,
         settings=json.loads(config.text()) | {"processes": group.size},
         data=own + (inherited if config.init else []),

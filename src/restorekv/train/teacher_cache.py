@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv.compression.eviction import Eviction
 from restorekv.compression.generate import stop_ids
 from restorekv.compression.prepared import ScoredContext
 from restorekv.data.manifest import tokenizer_hash
@@ -86,7 +87,7 @@ class Store:
 
 
 class TeacherCache:
-    """`self[index]`: a context without a restore cache, and its teacher's targets.
+    """`get(index, evictor)`: a context with an evictor's scores, without a restore cache, and its teacher's targets.
 
     The first `config.keep` contexts stay in memory. A `store` keeps scores and targets on disk, and with
     `store_prefill` the full caches too, which is affordable for small models only.
@@ -102,37 +103,38 @@ class TeacherCache:
         store_prefill: bool = False,
     ) -> None:
         self.model, self.tokenizer, self.examples, self.config = model, tokenizer, examples, config
-        self.eviction = config.eviction()
+        self.evictions = config.evictions()
         self.teacher = Teacher(model, tokenizer, config.max_new_tokens, tuple(config.state_weights()))
         self.store_prefill = store_prefill
         self.store = None if store is None else Store(store, facts(model, tokenizer))
-        self.kept: dict[int, tuple[ScoredContext, list[TeacherTarget]]] = {}
+        self.kept: dict[tuple[int, int], tuple[ScoredContext, list[TeacherTarget]]] = {}
         support.install(model)
 
     @torch.no_grad()
-    def __getitem__(self, index: int) -> tuple[ScoredContext, list[TeacherTarget]]:
-        if index in self.kept:
-            return self.kept[index]
+    def get(self, index: int, evictor: int = 0) -> tuple[ScoredContext, list[TeacherTarget]]:
+        """Returns the context and its targets, scored by the run's evictor of that index."""
+        if (index, evictor) in self.kept:
+            return self.kept[index, evictor]
         example = self.examples[index]
-        prepared = self.prepared(make_context(self.tokenizer, example.context))
+        prepared = self.prepared(make_context(self.tokenizer, example.context), self.evictions[evictor])
         targets = self.targets(prepared, example)
         if len(self.kept) < self.config.keep:
-            self.kept[index] = prepared, targets
+            self.kept[index, evictor] = prepared, targets
         return prepared, targets
 
-    def prepared(self, context: Context) -> ScoredContext:
+    def prepared(self, context: Context, eviction: Eviction) -> ScoredContext:
         """Returns prefill and scores, each from the store if it is there."""
         if self.store is None:
-            return self.eviction.prepare(self.model, self.tokenizer, context)
+            return eviction.prepare(self.model, self.tokenizer, context)
         text = {"ids": ids_hash(context.ids)}
-        key = text | {"evictor": self.eviction.identity(self.model)}
+        key = text | {"evictor": eviction.identity(self.model)}
         shape = CacheShape.of(self.model)
         size = {"scores": (torch.float32, (shape.layers, shape.heads, context.tokens))}
         full = None
 
         def scores() -> Tensors:
             nonlocal full
-            prepared = self.eviction.prepare(self.model, self.tokenizer, context)
+            prepared = eviction.prepare(self.model, self.tokenizer, context)
             full = prepared.full
             return {"scores": prepared.scores}
 
@@ -145,7 +147,7 @@ class TeacherCache:
             full = unpacked(entry, self.model.device)
         full = prefill(self.model, context.ids) if full is None else full
         of_pairs = stored["scores"].to(self.model.device)
-        return ScoredContext(self.model, context, full, of_pairs, self.eviction.conventions)
+        return ScoredContext(self.model, context, full, of_pairs, eviction.conventions)
 
     def targets(self, prepared: ScoredContext, example: Example) -> list[TeacherTarget]:
         """Returns the targets of a context, from the store if they are there."""
