@@ -1,0 +1,392 @@
+"""Compare recipes of training on development passages: one change at a time, the same contexts and steps for all.
+
+    python recipes/smollm2/search.py prepare FOLDER --corpus CORPUS --data DATA [DATA ...]
+    python recipes/smollm2/search.py run FOLDER VARIANT [VARIANT ...] [--steps 400] [--seed 0]
+    python recipes/smollm2/search.py table FOLDER
+
+`prepare` computes once what every variant needs: full caches (float16), KVzip's scores and the teacher's targets of
+the shorter training contexts, and of one development passage of every genre and some made documents. `run` trains a
+variant and measures its divergence from the full cache on the development passages. `table` compares the variants pair
+by pair with the first one. Everything is resumable: what is in FOLDER is not computed again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import DynamicCache
+
+from restorekv.compression.eviction import Eviction
+from restorekv.compression.generate import answer_ids
+from restorekv.compression.prepared import ScoredContext
+from restorekv.data.config import BuildConfig
+from restorekv.data.corpus import TRAINING, read_corpus
+from restorekv.data.documents import Document, DropRow
+from restorekv.data.files import rows
+from restorekv.data.gather import Attempts, mark
+from restorekv.data.made import make_document
+from restorekv.data.self_study import GreedyUntilLoop
+from restorekv.model.load import load_model, shipped_path
+from restorekv.model.prompt import BETWEEN, make_context, question_ids
+from restorekv.restore.adapter import RestoreAdapter
+from restorekv.tasks.splits import DEVELOPMENT, corpus_split
+from restorekv.train.examples import Example
+from restorekv.train.loss import answer_pass, from_hidden
+from restorekv.train.teacher import Teacher, TeacherTarget
+
+WORDING = "Question: {question}\nAnswer:"
+LONGEST = 1300  # tokens of a context in the search, so that its caches fit on a disk
+TRAINED = 240  # contexts
+GENRES = 40
+MADE = 8
+RATIOS = (0.5, 0.3, 0.1, 0.05)  # that are measured
+ANSWER_TOKENS = 96
+LOOP = 16
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A recipe. The defaults are those of the first row, from which every other one differs in one thing."""
+
+    restore_tokens: int = 4
+    rank: int = 12
+    init: bool = True  # begin with the adapter for KVzip that shipped before, trained on stories
+    lr: float = 5e-4
+    questions: int = 4
+    ratio_min: float = 0.025
+    ratio_max: float = 0.6
+    ratio_weight: float = 0.0
+    shift_from: float = 0.0  # above this ratio a learned vector is added to the embeddings
+    means: bool = False  # add the mean of a chunk's embeddings to each restore token
+    made: bool = True  # train on made documents too
+
+
+FIRST = "first"
+VARIANTS = {
+    FIRST: Variant(),
+    "ratios to .25": Variant(ratio_max=0.25),
+    "weight 1": Variant(ratio_weight=1.0),
+    "shift": Variant(shift_from=0.1),
+    "shift, weight 1": Variant(shift_from=0.1, ratio_weight=1.0),
+    "lr 1e-3": Variant(lr=1e-3),
+    "lr 2e-4": Variant(lr=2e-4),
+    "2 questions": Variant(questions=2),
+    "nothing made": Variant(made=False),
+    "means": Variant(means=True),
+    "scratch": Variant(init=False, lr=1e-3),
+    "scratch, n 8": Variant(init=False, lr=1e-3, restore_tokens=8),
+    "scratch, n 16": Variant(init=False, lr=1e-3, restore_tokens=16),
+    "scratch, n 2": Variant(init=False, lr=1e-3, restore_tokens=2),
+    "scratch, rank 32": Variant(init=False, lr=1e-3, rank=32),
+    "scratch, rank 8": Variant(init=False, lr=1e-3, rank=8),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A context with the answers of the teacher."""
+
+    name: str
+    text: str
+    questions: tuple[str, ...]
+    answer_ids: tuple[tuple[int, ...], ...]
+
+
+class Bench:
+    """The model, the prepared cases in a folder, and what is done with them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.model, self.tokenizer = load_model("smollm2")
+        self.model.requires_grad_(False)
+
+    def cases(self, split: str) -> list[Case]:
+        lines = (self.folder / f"{split}.jsonl").read_text("utf-8").splitlines()
+        raw = [json.loads(line) for line in lines]
+        return [
+            Case(row["name"], row["text"], tuple(row["questions"]), tuple(map(tuple, row["answer_ids"]))) for row in raw
+        ]
+
+    def path(self, case: Case) -> Path:
+        name = mark(Document(case.name, case.text, ""))[1]
+        return self.folder / "cases" / f"{name}.safetensors"
+
+    @torch.no_grad()
+    def prepare(self, case: Case) -> None:
+        """Write a case's full cache, scores and targets, unless they are there."""
+        path = self.path(case)
+        if path.exists():
+            return
+        context = make_context(self.tokenizer, case.text)
+        prepared = Eviction.make("kvzip").prepare(self.model, self.tokenizer, context)
+        example = Example(case.text, case.questions, (None,) * len(case.questions), case.answer_ids)
+        targets = Teacher(self.model, self.tokenizer, ANSWER_TOKENS).targets(prepared, example)
+        tensors = {"scores": prepared.scores}
+        for index, layer in enumerate(prepared.full.layers):
+            tensors[f"keys.{index}"] = layer.keys.half()
+            tensors[f"values.{index}"] = layer.values.half()
+        for index, target in enumerate(targets):
+            tensors[f"ids.{index}"] = target.ids
+            tensors[f"hidden.{index}"] = target.hidden
+            tensors[f"answer.{index}"] = torch.tensor(target.answer)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".part")
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
+        temporary.rename(path)
+
+    def load(self, case: Case) -> tuple[ScoredContext, list[TeacherTarget]]:
+        tensors = load_file(self.path(case))
+        full = DynamicCache()
+        layers = sum(name.startswith("keys.") for name in tensors)
+        for index in range(layers):
+            full.update(tensors[f"keys.{index}"].float(), tensors[f"values.{index}"].float(), index)
+        context = make_context(self.tokenizer, case.text)
+        conventions = Eviction.make("kvzip", on_small_budget="fewer").conventions
+        prepared = ScoredContext(self.model, context, full, tensors["scores"], conventions)
+        count = sum(name.startswith("ids.") for name in tensors)
+        targets = [
+            TeacherTarget(tensors[f"ids.{index}"], int(tensors[f"answer.{index}"]), tensors[f"hidden.{index}"])
+            for index in range(count)
+        ]
+        return prepared, targets
+
+    def losses(
+        self, prepared: ScoredContext, targets: list[TeacherTarget], ratio: float, restorer: Restorer | None
+    ) -> Tensor:
+        """Return the divergence at every answer token."""
+        if restorer is not None:
+            prepared = restorer.restore(prepared, ratio)
+        cache = prepared.evict(f"{ratio:.6f}")
+        output = answer_pass(self.model, cache, [t.ids for t in targets], [t.answer for t in targets])
+        return from_hidden(self.model, torch.cat([t.hidden for t in targets]), output.hidden)
+
+    @torch.no_grad()
+    def measure(self, restorer: Restorer | None) -> list[dict]:
+        """Return the mean divergence of every development case at every ratio."""
+        measured = []
+        for case in self.cases("development"):
+            prepared, targets = self.load(case)
+            kl = {f"{ratio:g}": float(self.losses(prepared, targets, ratio, restorer).mean()) for ratio in RATIOS}
+            measured.append({"name": case.name, "kl": kl})
+        return measured
+
+
+class Restorer:
+    """An adapter with the additions that a variant may have."""
+
+    def __init__(self, bench: Bench, variant: Variant, seed: int) -> None:
+        self.bench = bench
+        self.variant = variant
+        if variant.init:
+            self.adapter = RestoreAdapter.from_pretrained(bench.model, shipped_path("smollm2", "adapters", "kvzip"))
+        else:
+            n, rank = variant.restore_tokens, variant.rank
+            self.adapter = RestoreAdapter.create(bench.model, n, rank=rank, alpha=2.0 * rank, seed=seed)
+        self.embeddings = self.adapter.embeddings
+        self.shift = torch.nn.Parameter(torch.zeros_like(self.embeddings))
+
+    def parameters(self) -> list[Tensor]:
+        own = [self.shift] if self.variant.shift_from else []
+        return [*(parameter for parameter in self.adapter.parameters() if parameter.requires_grad), *own]
+
+    def restore(self, prepared: ScoredContext, ratio: float) -> ScoredContext:
+        """Return the context with the restore cache for a ratio."""
+        inputs = self.embeddings
+        if self.variant.shift_from:
+            share = math.log(ratio / self.variant.shift_from) / math.log(
+                self.variant.ratio_max / self.variant.shift_from
+            )
+            inputs = inputs + min(max(share, 0.0), 1.0) * self.shift
+        if self.variant.means:
+            table = self.bench.model.get_input_embeddings()
+            context = prepared.context
+            states = table(context.ids[0, context.prefix :])
+            inputs = inputs + torch.stack([chunk.mean(0) for chunk in states.tensor_split(len(inputs))])
+        # The adapter reads its own attribute; the sum takes its place for one pass, with gradients to all parts.
+        parameter = self.adapter._parameters.pop("embeddings")
+        self.adapter.embeddings = inputs
+        try:
+            return prepared.with_restore_cache(self.adapter)
+        finally:
+            del self.adapter.embeddings
+            self.adapter._parameters["embeddings"] = parameter
+
+
+def train(bench: Bench, variant: Variant, steps: int, seed: int, report) -> Restorer:
+    """Train a variant on the search's contexts: linear warm-up, then a cosine."""
+    restorer = Restorer(bench, variant, seed)
+    parameters = restorer.parameters()
+    optimizer = torch.optim.AdamW(parameters, lr=variant.lr, betas=(0.9, 0.999), weight_decay=0.01)
+    cases = [case for case in bench.cases("train") if variant.made or not case.name.startswith("made ")]
+    rng = random.Random(f"search {seed}")
+    order: list[int] = []
+    warmup = 20
+    for step in range(steps):
+        if not order:
+            order = rng.sample(range(len(cases)), len(cases))
+        prepared, targets = bench.load(cases[order.pop()])
+        targets = rng.sample(targets, min(variant.questions, len(targets)))
+        ratio = math.exp(rng.uniform(math.log(variant.ratio_min), math.log(variant.ratio_max)))
+        loss = bench.losses(prepared, targets, ratio, restorer).mean()
+        if loss.requires_grad:
+            (loss * (ratio / variant.ratio_max) ** variant.ratio_weight).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        done = (step - warmup) / (steps - warmup)
+        rate = (step + 1) / warmup if step < warmup else 0.5 * (1 + math.cos(math.pi * done))
+        optimizer.param_groups[0]["lr"] = variant.lr * rate
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        report(step, ratio, float(loss.detach()))
+    return restorer
+
+
+def documents_of(corpus: Path, data: list[Path]) -> list[tuple[Document, list[dict]]]:
+    """Return the documents that data builds have answered so far, in their order, with the attempts."""
+    from restorekv.model.load import load_tokenizer
+
+    tokenizer = load_tokenizer("smollm2")
+    answered: dict[str, list[dict]] = {}
+    for folder in data:
+        for line in Attempts(folder / "parts" / "corpus.jsonl").done:
+            answered["\n".join(line["context"])] = line["attempts"]
+    config = BuildConfig(mixture="corpus", passage_shortest=300, passage_longest=4000, wording=WORDING)
+    found = []
+    for item in read_corpus(rows(str(corpus), {}), config, tokenizer):
+        if isinstance(item, Document) and "\n".join(mark(item)) in answered:
+            found.append((item, answered["\n".join(mark(item))]))
+            if len(found) == len(answered):
+                break
+    return found
+
+
+def development_documents(corpus: Path, bench: Bench) -> list[Document]:
+    """Return a passage of every genre's development split, and made documents of another seed."""
+    config = BuildConfig(
+        mixture="corpus", passage_shortest=300, passage_longest=LONGEST, wording=WORDING, made=0, seed=77, invented=0.3
+    )
+    development = (
+        {**row, "split": TRAINING}
+        for row in rows(str(corpus), {})
+        if row.get("split") and corpus_split(row["split"], row["id"]) == DEVELOPMENT
+    )
+    documents = []
+    for item in read_corpus(development, config, bench.tokenizer):
+        if isinstance(item, DropRow):
+            continue
+        documents.append(item)
+        if len(documents) == GENRES:
+            break
+    for number in range(MADE):
+        rng = random.Random(f"development made {number}")
+        made = make_document(rng, rng.randint(300, LONGEST))
+        documents.append(Document(f"made {number}", made.text, "cc0-1.0", asked=tuple(made.questions)))
+    return documents
+
+
+def prepare(options: argparse.Namespace) -> None:
+    """Write the cases of both splits, then what every variant needs of them."""
+    options.folder.mkdir(parents=True, exist_ok=True)
+    bench = Bench(options.folder)
+    training = options.folder / "train.jsonl"
+    if not training.exists():
+        lines = []
+        for document, attempts in documents_of(options.corpus, options.data):
+            good = [attempt for attempt in attempts if "fault" not in attempt]
+            tokens = make_context(bench.tokenizer, document.text).tokens
+            if good and tokens <= LONGEST and len(lines) < TRAINED:
+                lines.append({
+                    "name": document.name, "text": document.text, "questions": [each["question"] for each in good],
+                    "answer_ids": [each["answer_ids"][:ANSWER_TOKENS] for each in good],
+                })  # fmt: skip
+        training.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+        print(f"{len(lines)} training contexts", flush=True)
+    development = options.folder / "development.jsonl"
+    if not development.exists():
+        lines = [answered(bench, document) for document in development_documents(options.corpus, bench)]
+        development.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    for split in ("development", "train"):
+        cases = bench.cases(split)
+        for number, case in enumerate(cases, 1):
+            bench.prepare(case)
+            print(f"{split} {number}/{len(cases)}", flush=True)
+
+
+@torch.no_grad()
+def answered(bench: Bench, document: Document) -> dict:
+    """Return a development case with the teacher's answers."""
+    context = make_context(bench.tokenizer, document.text)
+    cache = Eviction.make("snapkv").prepare(bench.model, bench.tokenizer, context).evict(1)
+    questions = [BETWEEN + question for _, question in document.asked]
+    prompts = [question_ids(bench.tokenizer, context, question, empty=True)[0] for question in questions]
+    choosers = [GreedyUntilLoop(LOOP) for _ in prompts]
+    ids = answer_ids(bench.model, bench.tokenizer, cache, prompts, ANSWER_TOKENS, rows=choosers)
+    print(document.name, flush=True)
+    return {
+        "name": document.name, "text": document.text, "questions": questions, "answer_ids": [x.tolist() for x in ids],
+    }  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> None:
+    """Train and measure variants, each into a file of its own."""
+    bench = Bench(options.folder)
+    for name in options.variants:
+        path = options.folder / "results" / f"{name}, seed {options.seed}, {options.steps} steps.json"
+        if path.exists():
+            continue
+        losses = []
+        start = time.perf_counter()
+
+        def report(step: int, ratio: float, loss: float, name: str = name, losses: list = losses) -> None:
+            losses.append((ratio, loss))
+            if step % 20 == 19:
+                print(f"{name}: step {step + 1}, loss {sum(x for _, x in losses[-20:]) / 20:.4f}", flush=True)
+
+        if name in ("alone", "shipped"):
+            variant = Variant()
+            restorer = Restorer(bench, variant, 0) if name == "shipped" else None
+        else:
+            variant = VARIANTS[name]
+            restorer = train(bench, variant, options.steps, options.seed, report)
+        seconds = time.perf_counter() - start
+        measured = bench.measure(restorer)
+        path.parent.mkdir(exist_ok=True)
+        result = {
+            "variant": name, **asdict(variant), "steps": options.steps, "seed": options.seed, "seconds": seconds,
+            "losses": losses, "development": measured,
+        }  # fmt: skip
+        path.write_text(json.dumps(result), "utf-8")
+        means = {ratio: sum(row["kl"][f"{ratio:g}"] for row in measured) / len(measured) for ratio in RATIOS}
+        print(
+            f"{name}: {seconds:.0f} s, " + ", ".join(f"{ratio:g}: {kl:.4f}" for ratio, kl in means.items()), flush=True
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    first = commands.add_parser("prepare")
+    first.add_argument("folder", type=Path)
+    first.add_argument("--corpus", type=Path, required=True)
+    first.add_argument("--data", type=Path, nargs="+", required=True)
+    first.set_defaults(call=prepare)
+    second = commands.add_parser("run")
+    second.add_argument("folder", type=Path)
+    second.add_argument("variants", nargs="+")
+    second.add_argument("--steps", type=int, default=400)
+    second.add_argument("--seed", type=int, default=0)
+    second.set_defaults(call=run)
+    options = parser.parse_args()
+    options.call(options)
+
+
+if __name__ == "__main__":
+    main()
