@@ -5,10 +5,10 @@ import re
 
 import pytest
 import torch
+from benchmarks.markdown import markdown as table_rows
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks import accuracy
-from benchmarks.markdown import markdown as table_rows
 from benchmarks.memory import Options, growth, measure, run
 from benchmarks.memory_on_paper import LENGTHS, MODELS, PART, table
 from benchmarks.memory_table import bound, markdown, seconds_table
