@@ -130,7 +130,7 @@ def test_paired_table_has_the_gains_of_stats(folder, page):
             side += [replace(answer, document=f"{seed} {answer.document}") for answer in answers(asked, folder)]
     expected = compared(sides[True], sides[False])
     told = next(
-        row for row in rows(folder, "scores-bundled-suite-kvpress-protocol")
+        row for row in rows(folder, "scores-bundled-bundled-kvpress")
         if (row["benchmark"], row["method"], row["ratio"]) == ("bundled:count=6", "KVzip + RestoreKV", "0.05")
     )  # fmt: skip
     for key, value in expected.items():
@@ -143,7 +143,7 @@ def test_paired_table_has_the_gains_of_stats(folder, page):
 
 def test_chart_data_are_the_summaries(folder):
     """QASPER has one seed, so that its rows are what the cells' summaries say."""
-    told = {(row["method"], row["ratio"]): row for row in rows(folder, "accuracy-qasper-kvzip-protocol")}
+    told = {(row["method"], row["ratio"]): row for row in rows(folder, "accuracy-bundled-qasper-kvzip")}
     assert len(told) == 9
     for result in load(folder):
         cell = result.cell
@@ -172,7 +172,7 @@ def test_what_protocols_hold_is_told_in_the_run_s_own_pairs(folder):
     counted = np.mean([int((t + 3) * heads * 5 // 100) for t in tokens])
     free = np.mean([28 * heads + t * heads * 5 // 100 for t in tokens])
     for protocol, held, prefix in (("kvpress", counted, 3), ("kvzip", free, 28)):
-        table = {(row["method"], row["ratio"]): row for row in rows(folder, f"held-qasper-{protocol}-protocol")}
+        table = {(row["method"], row["ratio"]): row for row in rows(folder, f"held-bundled-qasper-{protocol}")}
         assert float(table["KVzip", "0.05"]["pairs_with_prefix"]) == pytest.approx(held)
         assert float(table["KVzip", "0.05"]["prefix"]) == prefix
 
@@ -180,11 +180,7 @@ def test_what_protocols_hold_is_told_in_the_run_s_own_pairs(folder):
 def test_needles_by_length_and_depth(folder):
     cell = Cell("bundled", "needle", "kvzip", "0.05", adapter="auto")
     found = {answer.document: 100 * answer.score for answer in answers(cell, folder)}
-    told = [
-        row
-        for row in rows(folder, "needle-needle-in-a-haystack-kvpress-protocol-0.05")
-        if row["method"] == "KVzip + RestoreKV"
-    ]
+    told = [row for row in rows(folder, "needle-bundled-needle-kvpress-0.05") if row["method"] == "KVzip + RestoreKV"]
     assert {f"{row['length']}-{float(row['depth']):g}": float(row["score"]) for row in told} == found
     assert len(found) == 6
 
@@ -193,14 +189,14 @@ def test_what_was_kept_stands_beside_the_ratio(folder):
     result = next(
         found for found in load(folder) if found.cell == Cell("bundled", "qasper", "snapkv", "0.2", protocol="kvzip")
     )
-    table = rows(folder, "held-qasper-kvzip-protocol")
+    table = rows(folder, "held-bundled-qasper-kvzip")
     told = next(row for row in table if (row["method"], row["ratio"]) == ("SnapKV", "0.2"))
     for key in ("pairs", "pairs_with_prefix", "bytes", "kept", "kept_with_prefix"):
         assert float(told[key]) == pytest.approx(result.summary[key])
 
 
 def test_fidelity_is_that_of_the_summaries(folder, page):
-    found = {(row["method"], row["ratio"]): row for row in rows(folder, "scores-qasper-kvzip-protocol")}
+    found = {(row["method"], row["ratio"]): row for row in rows(folder, "scores-bundled-qasper-kvzip")}
     for result in load(folder):
         if result.cell.benchmark == "qasper" and result.cell.protocol == "kvzip" and result.cell.evictor == "kvzip":
             row = found["KVzip + RestoreKV" if result.cell.restored else "KVzip", str(result.cell.value)]
@@ -231,7 +227,7 @@ def test_unfinished_cells_are_said_to_run(tmp_path):
     assert "running (2 of 6 contexts)" in page.text and "running (0 of 6 contexts)" in page.text
     assert "No pair of a base and its restored cell is finished yet." in page.text
     assert "Still running and not drawn: 2." in page.pictures[0]
-    assert {row["method"] for row in rows(tmp_path, "accuracy-qasper")} == {"KVzip"}
+    assert {row["method"] for row in rows(tmp_path, "accuracy-bundled-qasper-kvpress")} == {"KVzip"}
 
 
 def test_sections_need_data(tmp_path):
@@ -247,7 +243,7 @@ def test_many_methods_have_a_panel_each(tmp_path):
     for cell in report_world.cells_of("qasper", ("kvzip", "kvzip+", "snapkv", "h2o"), ("0.1", "0.05")):
         report_world.write_cell(tmp_path, cell)
     write_report(tmp_path)
-    drawn = (tmp_path / "report" / "svg" / "accuracy-qasper.svg").read_text()
+    drawn = (tmp_path / "report" / "svg" / "accuracy-bundled-qasper-kvpress.svg").read_text()
     assert drawn.count("ratio r of pairs kept (log)") == 4
 
 

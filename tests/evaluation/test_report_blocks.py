@@ -23,8 +23,11 @@ from restorekv.evaluation.charts import (
     make_figure,
     plot_line,
 )
+from restorekv.evaluation.frame import GridResults, make_frame
 from restorekv.evaluation.grid import Cell
+from restorekv.evaluation.grid_tables import tables_of
 from restorekv.evaluation.report import Details, Section, mark_up_cell, render_page, write_page
+from restorekv.evaluation.survivors import save_plot
 from restorekv.evaluation.tables import (
     Table,
     format_gain,
@@ -138,17 +141,34 @@ def test_legend_draws_every_marker(marker):
     assert not chart("c", Mark("", VERMILION)).composed.legends
 
 
-@pytest.mark.parametrize("package", ["matplotlib", "jinja2", "pandas"])
-def test_a_package_of_the_extra_is_named_where_it_is_missing(package, tmp_path, monkeypatch, capsys):
-    report_world.write_cell(tmp_path, Cell("bundled", "qasper", "kvzip", "0.1"))
+def block_package(monkeypatch, package):
+    """Make a package of the extra `eval` look as if it were not installed."""
     for name in [*sys.modules]:
         if name.startswith("restorekv.evaluation.") and name.endswith(("report", "charts", "plots")):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
+
+
+@pytest.mark.parametrize("package", ["matplotlib", "jinja2", "pandas"])
+def test_a_package_of_the_extra_is_named_where_it_is_missing(package, tmp_path, monkeypatch, capsys):
+    report_world.write_cell(tmp_path, Cell("bundled", "qasper", "kvzip", "0.1"))
+    block_package(monkeypatch, package)
     assert execute(["report", str(tmp_path)]) == 1
     told = capsys.readouterr().err
     assert f"needs the package {package}; run pip install 'restorekv[eval]'." in " ".join(told.split())
     assert not (tmp_path / "report").exists()
+
+
+def test_only_frames_and_pictures_need_the_extra(tmp_path, monkeypatch):
+    cell = report_world.write_cell(tmp_path, Cell("bundled", "qasper", "kvzip", "0.1"))
+    for package in ("matplotlib", "jinja2", "pandas"):
+        block_package(monkeypatch, package)
+    scores, held = tables_of(GridResults([cell]))
+    assert "| KVzip | 0.1 |" in scores.to_markdown() and len(held.rows) == 1
+    with pytest.raises(RestoreKVError, match="package pandas"):
+        make_frame([cell])
+    with pytest.raises(RestoreKVError, match=r"package (matplotlib|pandas)"):
+        save_plot(None, tmp_path / "picture.png", "title")
 
 
 def test_names_are_files_once():

@@ -1,7 +1,7 @@
-"""Charts with matplotlib: figures of panels, lines with intervals, maps, and the files that show them.
+"""Charts with matplotlib: panels, lines with intervals, maps, and the files that show them.
 
-Colors are those of Okabe and Ito (https://jfly.uni-koeln.de/color/), which work without color vision; every series has
-its own marker or hatch in addition.
+Colors are those of Okabe and Ito (https://jfly.uni-koeln.de/color/), which work without color
+vision; every series has its own marker or hatch in addition.
 """
 
 import io
@@ -25,15 +25,17 @@ HUES = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p", "<", ">")
 STYLE = {
     "font.family": "DejaVu Sans", "font.size": 9, "axes.titlesize": 10, "axes.labelsize": 9,
-    "legend.fontsize": 9, "axes.titleweight": "bold", "axes.titlelocation": "left", "text.color": INK,
-    "axes.labelcolor": INK, "axes.titlecolor": INK, "axes.edgecolor": MUTED, "xtick.color": MUTED,
-    "ytick.color": MUTED, "xtick.labelcolor": INK, "ytick.labelcolor": INK, "axes.spines.top": False,
-    "axes.spines.right": False, "axes.grid": True, "axes.grid.axis": "y", "grid.color": GRID,
+    "legend.fontsize": 9, "axes.titleweight": "bold", "axes.titlelocation": "left",
+    "text.color": INK, "axes.labelcolor": INK, "axes.titlecolor": INK, "axes.edgecolor": MUTED,
+    "xtick.color": MUTED, "ytick.color": MUTED, "xtick.labelcolor": INK, "ytick.labelcolor": INK,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.grid.axis": "y",
+    "grid.color": GRID,
     "grid.linewidth": 0.7, "axes.axisbelow": True, "lines.linewidth": 1.8, "axes.facecolor": "none",
     "svg.fonttype": "none",
 }  # fmt: skip
-FONTS = (b"'DejaVu Sans'", b"'DejaVu Sans', Verdana, sans-serif")  # the second where the first is missing
-NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # so that a chart has the same bytes every time
+FONTS = (b"'DejaVu Sans'", b"'DejaVu Sans', Verdana, sans-serif")  # with fonts for other machines
+# Left out, so that the same chart has the same bytes.
+NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 DPI = 200
 WIDE = 7.4  # inches, 710 pixels on a screen: the width of a figure
 NARROW = WIDE / 2
@@ -47,7 +49,7 @@ styled = rc_context(STYLE)  # a decorator: text keeps the font size that is set 
 
 @dataclass(frozen=True)
 class Mark:
-    """The look of a series: `marker` and `hatch` as in matplotlib. Without a label it is not in the legend."""
+    """The look of a series, with matplotlib's `marker` and `hatch`; no label: not in the legend."""
 
     label: str
     color: str
@@ -58,20 +60,25 @@ class Mark:
 
     @property
     def line_style(self) -> dict[str, object]:
-        """Keywords for `Axes.plot`; a hollow marker is larger, so that it shows around a filled one."""
+        """Keywords for `Axes.plot`; a hollow marker is larger, to show around a filled one."""
         return {
-            "color": self.color, "marker": self.marker or None, "linestyle": (0, (4, 2)) if self.dashed else "-",
-            "markersize": 7 if self.hollow else 5, "markeredgecolor": self.color, "markeredgewidth": 1.3,
-            "markerfacecolor": PAPER if self.hollow else self.color, "label": self.label,
-        }  # fmt: skip
+            "label": self.label,
+            "color": self.color,
+            "linestyle": (0, (4, 2)) if self.dashed else "-",
+            "marker": self.marker or None,
+            "markersize": 7 if self.hollow else 5,
+            "markerfacecolor": PAPER if self.hollow else self.color,
+            "markeredgecolor": self.color,
+            "markeredgewidth": 1.3,
+        }
 
 
 @dataclass(frozen=True)
 class Chart:
     """A figure, as `make_figure` made it, with what files and pages add to it.
 
-    `name` is the name of its files and its id on a page, `alt` says in words what there is to see, and `figures` are
-    the rows of the CSV file.
+    `name` is the name of its files and its id on a page, `alt` says in words what there is to see,
+    and `figures` are the rows of the CSV file.
     """
 
     name: str
@@ -101,11 +108,14 @@ class Chart:
         room = (0.01, foot / height, 0.98, panels / height)
         self.figure.get_layout_engine().set(rect=room, h_pad=0.09)
         left = MARGIN / width
-        self.figure.text(left, 1 - MARGIN / height, "\n".join(title), fontsize=11, weight="bold", va="top")
-        self.figure.text(left, MARGIN / height, "\n".join(note), fontsize=8, color=MUTED, va="bottom")
+        look = {"fontsize": 11, "weight": "bold", "va": "top"}
+        self.figure.text(left, 1 - MARGIN / height, "\n".join(title), **look)
+        look = {"fontsize": 8, "color": MUTED, "va": "bottom"}
+        self.figure.text(left, MARGIN / height, "\n".join(note), **look)
         if entries:
-            place = {"loc": "upper left", "bbox_to_anchor": (0, 1 - above / height)}
-            legend = self.figure.legend(entries.values(), entries, ncols=columns, frameon=False, **place)
+            top = (0, 1 - above / height)
+            look = {"loc": "upper left", "bbox_to_anchor": top, "frameon": False}
+            legend = self.figure.legend(entries.values(), entries, ncols=columns, **look)
             legend.set_in_layout(False)
         return self.figure
 
@@ -120,7 +130,7 @@ class Chart:
 
 @styled
 def make_figure(panels: Sequence[tuple[str, float, float]]) -> tuple[Figure, list[Axes]]:
-    """Return a figure and axes for panels (title, width, height), in inches, next to each other while they fit."""
+    """Return a figure and axes for panels (title, width, height) in inches, in rows that fit."""
     rows: list[list[tuple[str, float, float]]] = []
     for panel in panels:
         if not rows or sum(width for _, width, _ in rows[-1]) + panel[1] > WIDE:
@@ -148,7 +158,7 @@ def plot_line(
     interval: tuple[Sequence[float], Sequence[float]] | None = None,
     bars: bool = False,
 ) -> None:
-    """Plot a line and its interval (lows, highs), as a band or as bars where bands would hide each other."""
+    """Plot a line and its interval (lows, highs), a band, or bars where bands hide each other."""
     if interval and (bars or len(x) == 1):
         axes.vlines(x, *interval, color=mark.color, linewidth=1.1, alpha=0.75)
     elif interval:
@@ -163,7 +173,7 @@ def plot_level(axes: Axes, mark: Mark, y: float) -> None:
 
 
 def plot_map(axes: Axes, numbers: DataFrame, high: float) -> None:
-    """Draw a map of numbers, dark blue to yellow from 0 to `high`; NaN is a number that is not known."""
+    """Draw a map of numbers, dark blue to yellow from 0 to `high`; NaN is not known."""
     cells = numbers.to_numpy(dtype=float)
     numbered = cells.size <= NUMBERED_CELLS
     lines = {"edgecolors": "white", "linewidth": 0.6} if numbered else {}
@@ -176,7 +186,8 @@ def plot_map(axes: Axes, numbers: DataFrame, high: float) -> None:
         axes.text(column + 0.5, row + 0.5, text, ha="center", va="center", color=ink, fontsize=8)
     for axis, names in ((axes.xaxis, numbers.columns), (axes.yaxis, numbers.index)):
         step = math.ceil(len(names) / 12)
-        axis.set_ticks(np.arange(0, len(names), step) + 0.5, [f"{name:,g}" for name in names[::step]])
+        middles = np.arange(0, len(names), step) + 0.5
+        axis.set_ticks(middles, [f"{name:,g}" for name in names[::step]])
     axes.grid(visible=False)
     axes.invert_yaxis()
     axes.tick_params(length=0)
@@ -191,7 +202,7 @@ def set_ticks(axes: Axes, ticks: Sequence[float], axis: str = "x") -> None:
 
 
 def set_ratio_axis(axes: Axes, ratios: Collection[float], air: float = 1.15) -> None:
-    """Make x logarithmic, with a number at each measured ratio that has room for one, tight budgets left."""
+    """Make x logarithmic, with a number at each measured ratio that has room."""
     ticks: list[float] = []
     for ratio in sorted(ratios, reverse=True):
         if not ticks or ticks[-1] / ratio >= 1.25:

@@ -1,8 +1,8 @@
-"""A grid as one table: a row for every condition, method, ratio and part of a benchmark, seeds pooled.
+"""A grid as one table: a row for every condition, method, ratio and part, seeds pooled.
 
-A condition is a Cell that says only what is asked: where scores can be compared. A method is a Cell that
-says only how caches are made. The rows are plain dicts, which terminals print; `make_frame` returns them
-as a DataFrame, which writes CSV.
+A condition is a Cell that says only what is asked: where scores can be compared. A method is a Cell
+that says only how caches are made. The rows are plain dicts, which terminals print; `make_frame`
+returns them as a DataFrame, which writes CSV.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from restorekv.evaluation import protocols
 from restorekv.evaluation.grid import FULL, Cell
 from restorekv.evaluation.results import CELLS, Result, load
 from restorekv.evaluation.rows import SeedPool, label
-from restorekv.evaluation.tables import METHOD_NAMES, import_eval_module, name_evictor
+from restorekv.evaluation.tables import METHOD_NAMES, import_eval_module, make_slug, name_evictor
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 AUTO = "auto"  # the adapter that ships
 FULL_CACHE = "full cache"
 ALL, GROUP, TASK = "all", "group", "task"  # kinds of parts
-ASKED = ("model", "dtype", "protocol", "benchmark", "max_context", "prefix_policy")  # of a condition
+ASKED = ("model", "dtype", "protocol", "benchmark", "max_context", "prefix_policy")
 SIZES = ("tokens", "prefix", "pairs", "pairs_with_prefix", "bytes", "restore_tokens")
 Row = Mapping[str, object]
 
@@ -33,8 +33,8 @@ Row = Mapping[str, object]
 class GridResults:
     """The cells of a run by condition, method and ratio: `pools[condition][method][ratio]`.
 
-    The full cache is the method None at ratio 1. Its `left_out` tasks, which have nothing to lose, are left
-    out of the means of every method of its condition.
+    The full cache is the method None at ratio 1. Its `left_out` tasks, which have nothing to lose,
+    are left out of the means of every method of its condition.
     """
 
     def __init__(self, results: Sequence[Result]) -> None:
@@ -48,7 +48,7 @@ class GridResults:
         self.methods = sorted({method_of(result.cell) for result in compressed}, key=_rank_method)
 
     def _pool(self, condition: Cell) -> dict[Cell | None, dict[float, SeedPool]]:
-        """Return the condition's pools, mild ratios first; of cells that are alike the first counts."""
+        """Return the condition's pools, mild ratios first; of alike cells the first counts."""
         found: dict[tuple[Cell | None, float], dict[str, Result]] = {}
         for result in self.results:
             if belongs(result, condition):
@@ -65,7 +65,7 @@ class GridResults:
         return pools
 
     def rows(self) -> list[dict[str, object]]:
-        """Return a row for every pool and part, the full cache first, then methods in the order of `methods`."""
+        """Return a row for every pool and part, the full cache first, then `methods` in order."""
         rows = []
         for condition, pools in self.pools.items():
             full = pools.get(None, {}).get(1.0)
@@ -74,6 +74,7 @@ class GridResults:
                     base = find_base(pools, method, ratio)
                     names = {
                         "condition": self.label_condition(condition),
+                        "name": self.name_condition(condition),
                         **{field: getattr(condition, field) for field in ASKED},
                         "method": self.label_method(method) if method else FULL_CACHE,
                         "evictor": method.evictor if method else FULL,
@@ -86,6 +87,7 @@ class GridResults:
     def label_method(self, method: Cell) -> str:
         """Return KVzip or KVzip + RestoreKV, with the controls that are not at their defaults."""
         kin = [other for other in self.methods if other.evictor == method.evictor]
+        plain = replace(method, on_small_budget="")
         adapters = {other.adapter for other in kin if other.restored}
         adapter = method.adapter
         if adapter is not None:
@@ -93,34 +95,46 @@ class GridResults:
             adapter = f"adapter {shorten_path(adapter, adapters)}" if named else AUTO
         parts = [name_evictor(method.evictor) + " + RestoreKV" * method.restored]
         parts += filter(None, [label(replace(method, adapter=adapter))])
-        if any(other != method and replace(other, on_small_budget=method.on_small_budget) == method for other in kin):
+        rules = {each.on_small_budget for each in kin if replace(each, on_small_budget="") == plain}
+        if len(rules) > 1:
             parts.append(f"{method.on_small_budget} where tight")
         return ", ".join(parts)
 
     def label_condition(self, condition: Cell) -> str:
-        """Return the benchmark's title, and what else tells the condition from the others of the run."""
+        """Return the benchmark's title, and what else tells the condition from the others."""
         titles = {other: self.facts_of(other)["benchmark"]["title"] for other in self.pools}
         title = titles[condition]
         settings = condition.benchmark.partition(":")[2]
         if settings and len({other.benchmark for other in titles if titles[other] == title}) > 1:
             title += f" ({settings.replace(',', ', ')})"
-        differ = [field for field in ASKED if len({getattr(other, field) for other in self.pools}) > 1]
-        models = {other.model for other in self.pools}
+        values = {field: {getattr(other, field) for other in self.pools} for field in ASKED}
         cut = f"cut at {condition.max_context:,}" if condition.max_context else "whole"
         words = {
-            "model": shorten_path(condition.model, models),
+            "model": shorten_path(condition.model, values["model"]),
             "protocol": f"{condition.protocol} protocol",
             "dtype": condition.dtype,
             "max_context": f"contexts {cut}",
         }
-        labels = [title, *(text for field, text in words.items() if field in differ)]
+        labels = [title, *(text for field, text in words.items() if len(values[field]) > 1)]
         if condition.prefix_policy != protocols.make(condition.protocol).prefix_policy:
             labels.append(f"prefix {condition.prefix_policy}")
         return ", ".join(labels)
 
+    def name_condition(self, condition: Cell) -> str:
+        """Return a name for files and ids, unique in the run."""
+        names: dict[str, int] = {}
+        for other in self.pools:
+            model = other.model.rstrip("/").rsplit("/", 1)[-1]
+            name = make_slug(model, other.benchmark.partition(":")[0], other.protocol)[:100]
+            names[name] = names.get(name, 0) + 1
+            if other == condition:
+                break
+        return name if names[name] == 1 else f"{name}-{names[name]}"
+
     def facts_of(self, condition: Cell) -> dict:
         """Return what one of the condition's cells was made with."""
-        return next(pool.facts for by_ratio in self.pools[condition].values() for pool in by_ratio.values())
+        by_ratio = next(iter(self.pools[condition].values()))
+        return next(iter(by_ratio.values())).facts
 
 
 def make_frame(results: Sequence[Result]) -> DataFrame:
@@ -131,26 +145,40 @@ def make_frame(results: Sequence[Result]) -> DataFrame:
 def load_grid(folder: Path) -> GridResults:
     """Load every cell of the folder, which may hold none. Raises RestoreKVError for a mix-up."""
     results = load(folder) if (folder / CELLS).is_dir() else []
-    _check_alike(results, "models", "fingerprint", lambda result: (result.cell.model, result.cell.protocol))
-    _check_alike(results, "benchmark data", "digest", lambda result: result.cell.question_set)
+    _check_alike(results, "fingerprint", "models", _model_key)
+    _check_alike(results, "digest", "benchmark data", lambda result: result.cell.question_set)
     return GridResults(results)
 
 
-def _check_alike(results: Sequence[Result], what: str, key: str, name: Callable[[Result], Hashable]) -> None:
+def _model_key(result: Result) -> Hashable:
+    return result.cell.model, result.cell.protocol
+
+
+def _check_alike(
+    results: Sequence[Result],
+    fact: str,
+    what: str,
+    name: Callable[[Result], Hashable],
+) -> None:
     """Raise RestoreKVError where cells of one name have different values of a fact."""
     first: dict[Hashable, Result] = {}
     for result in results:
         other = first.setdefault(name(result), result)
-        mine, theirs = ({**each.facts, **each.facts["benchmark"]}[key] for each in (result, other))
-        if mine != theirs:
+        values = [{**each.facts, **each.facts["benchmark"]}[fact] for each in (other, result)]
+        if values[0] != values[1]:
             raise RestoreKVError(
-                f"{other.folder.name} and {result.folder.name} share a name but were made with different {what} "
-                f"({key} {theirs} and {mine}); report them from separate folders."
+                f"{other.folder.name} and {result.folder.name} share a name but were made with "
+                f"different {what} ({fact} {values[0]} and {values[1]}); report them from "
+                "separate folders."
             )
 
 
-def pool_rows(pool: SeedPool, base: SeedPool | None, full: SeedPool | None) -> Iterator[dict[str, object]]:
-    """Yield a row for the whole benchmark and, if the pool is done, one for each group of tasks and each task."""
+def pool_rows(
+    pool: SeedPool,
+    base: SeedPool | None,
+    full: SeedPool | None,
+) -> Iterator[dict[str, object]]:
+    """Yield a row for the whole benchmark and, if the pool is done, for each group and task."""
     answered, contexts = pool.progress
     facts = {"done": pool.done, "seeds": len(pool.results), "answered": answered, "of": contexts}
     stand_ins = ", ".join(sorted(pool.facts["benchmark"].get("stand_ins", ())))
@@ -160,7 +188,9 @@ def pool_rows(pool: SeedPool, base: SeedPool | None, full: SeedPool | None) -> I
         sizes |= {"kept": pool.kept(), "kept_with_prefix": pool.kept(prefix=True)}
         if full and full.lines:
             sizes["of_full"] = pool.mean("bytes") / full.mean("bytes")
-    whole = {**facts, "kind": ALL, "part": "", "left_out": ", ".join(pool.left_out), "stand_ins": stand_ins, **sizes}
+    left_out = ", ".join(pool.left_out)
+    texts = {"kind": ALL, "part": "", "left_out": left_out, "stand_ins": stand_ins}
+    whole = {**facts, **texts, **sizes}
     if not pool.done:
         yield whole
         return
@@ -177,18 +207,19 @@ def pool_rows(pool: SeedPool, base: SeedPool | None, full: SeedPool | None) -> I
 def find_base(
     pools: Mapping[Cell | None, Mapping[float, SeedPool]], method: Cell | None, ratio: float
 ) -> SeedPool | None:
-    """Return the base that a restored pool is paired with, if it is done and was asked the same seeds."""
+    """Return the base of a restored pool, if it is done and was asked the same seeds."""
     if method is None or not method.restored:
         return None
     base = pools.get(base_of(method), {}).get(ratio)
     if base is None or not base.done:
         return None
-    seeds = [[result.facts["benchmark"]["spec"] for result in pool.results] for pool in (base, pools[method][ratio])]
-    return base if seeds[0] == seeds[1] else None
+    own = [result.facts["benchmark"]["spec"] for result in pools[method][ratio].results]
+    theirs = [result.facts["benchmark"]["spec"] for result in base.results]
+    return base if own == theirs else None
 
 
 def method_of(cell: Cell) -> Cell:
-    """Return the cell without model, benchmark, protocol and ratio; a base also without what only restoring uses."""
+    """Return what a cell says of how caches are made; a base has nothing of the restore pass."""
     plain = Cell(model="", benchmark="", evictor="", ratio="")
     asked = ("model", "benchmark", "ratio", "protocol", "prefix_policy", "max_context", "dtype")
     method = replace(cell, **{key: getattr(plain, key) for key in asked})
@@ -216,7 +247,7 @@ def condition_of(result: Result) -> Cell:
 
 
 def belongs(result: Result, condition: Cell) -> bool:
-    """Tell whether a cell is of the condition; a full cache, which has no prefix policy, is of every policy."""
+    """Tell whether a cell is of the condition; a full cache is of every prefix policy."""
     own = condition_of(result)
     if result.cell.evictor == FULL:
         own = replace(own, prefix_policy=condition.prefix_policy)
@@ -224,7 +255,7 @@ def belongs(result: Result, condition: Cell) -> bool:
 
 
 def _rank_method(method: Cell) -> tuple:
-    """Order methods: for each evictor the base alone, then restored, each of them plain before its variants."""
+    """Order methods: for each evictor the base alone, then restored, each plain before variants."""
     evictors = list(METHOD_NAMES)
     name = method.evictor.partition(":")[0]
     place = evictors.index(name) if name in evictors else len(evictors)

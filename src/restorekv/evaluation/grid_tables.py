@@ -1,4 +1,4 @@
-"""The tables of a grid: scores with paired gains and fidelity to the full cache, and what the caches held."""
+"""The tables of a grid: scores with paired gains and KL to the full cache, and what caches held."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -15,14 +15,15 @@ from restorekv.evaluation.tables import (
 )
 
 SCORES = (
-    "Score and further metrics: points, 0 to 100. Gain: over the base at the same ratio, paired (▲ restored scores "
-    "higher, ▼ lower), and the share of the base's loss that came back. KL: mean KL(full || cache) in nats over the "
-    "tokens of the full cache's own answers; same: answers with the very text of the full cache's. In parentheses: "
-    f"95 % bootstrap intervals over contexts; fewer than {FEW} contexts have none."
+    "Score and further metrics: points, 0 to 100. Gain: over the base at the same ratio, paired "
+    "(▲ restored scores higher, ▼ lower), and the share of the base's loss that came back. KL: "
+    "mean KL(full || cache) in nats over the tokens of the full cache's own answers; same: answers "
+    "with the very text of the full cache's. In parentheses: 95 % bootstrap intervals over "
+    f"contexts; fewer than {FEW} contexts have none."
 )
 HELD = (
-    "Means over contexts, and what that is of the full cache's: of the pairs that compete for the budget, of all "
-    "pairs with the prefix, of the bytes. Bytes count whatever a cache holds."
+    "Means over contexts, and what that is of the full cache's: of the pairs that compete for the "
+    "budget, of all pairs with the prefix, of the bytes. Bytes count whatever a cache holds."
 )
 
 
@@ -34,7 +35,7 @@ def score_text(row: Row) -> str:
 
 
 def gain_text(row: Row) -> str:
-    """Return the paired gain over the base with its interval and the share of the loss that came back."""
+    """Return the paired gain over the base, its interval and the share of loss that came back."""
     if "gain" not in row:
         return ""
     recovered = row.get("recovered")
@@ -44,7 +45,14 @@ def gain_text(row: Row) -> str:
 
 def fidelity_text(row: Row) -> str:
     """Return KL with its interval; the full cache is what others are compared with."""
-    return "" if "kl" not in row or row["method"] == FULL_CACHE else format_score(row["kl"], *bounds(row, "kl_"), 3)
+    if "kl" not in row or row["method"] == FULL_CACHE:
+        return ""
+    return format_score(row["kl"], *bounds(row, "kl_"), 3)
+
+
+def contexts_text(row: Row) -> str:
+    """Return how many contexts are answered, and of how many where cells still run."""
+    return f"{row['answered']:,}" if row["done"] else f"{row['answered']} of {row['of']}"
 
 
 def size_text(size: str, share: str) -> Callable[[Row], str]:
@@ -70,7 +78,7 @@ HELD_COLUMNS = NAMES | {
     "restore tokens": lambda row: format_number(row["restore_tokens"]),
     "prefix": lambda row: f"{row['prefix']:,.0f}",
     "context": lambda row: f"{row['tokens']:,.0f}",
-    "contexts": lambda row: f"{row['answered']:,}" if row["done"] else f"{row['answered']} of {row['of']}",
+    "contexts": contexts_text,
 }
 
 
@@ -79,35 +87,38 @@ def scores_table(rows: Sequence[Row], kind: str = ALL) -> Table:
     own = [row for row in rows if row["kind"] == kind]
     where, what = own[0]["condition"], "scores" if kind == ALL else f"scores by {kind}"
     metrics = dict.fromkeys(key for row in own for key in row if key.startswith("metric "))
-    columns = SCORE_COLUMNS | {
-        key.removeprefix("metric ").replace("_", " "): lambda row, key=key: format_number(row.get(key))
-        for key in metrics
-    }
+    columns = dict(SCORE_COLUMNS)
+    for key in metrics:
+        title = key.removeprefix("metric ").replace("_", " ")
+        columns[title] = lambda row, key=key: format_number(row.get(key))
     paired = [row["as_many_pairs"] for row in own if "as_many_pairs" in row]
     notes = [SCORES]
     if paired and all(paired):
         notes.append("Both rows of a pair hold the same number of KV pairs, context by context.")
     elif paired:
         unlike = len(paired) - sum(paired)
-        notes.append(f"In {unlike} of {len(paired)} pairs restored and base hold different numbers of KV pairs.")
+        count = f"{unlike} of {len(paired)} pairs"
+        notes.append(f"In {count} restored and base hold different numbers of KV pairs.")
     if left_out := own[0].get("left_out"):
         every = ", ".join(dict.fromkeys(row["part"] for row in rows if row["kind"] == TASK))
         if left_out == every:
             notes.append("The full cache is below 10 on every task: there is nothing to lose.")
         else:
             notes.append(f"Left out of means, because the full cache is below 10: {left_out}.")
-    return Table.from_figures(make_slug(what, where), f"{where}: {what}", own, columns, " ".join(notes), (0, 1))
+    name = make_slug(what, own[0]["name"])
+    return Table.from_figures(name, f"{where}: {what}", own, columns, " ".join(notes), (0, 1))
 
 
 def held_table(rows: Sequence[Row]) -> Table:
     """Return pairs and bytes of one condition's caches, means over the contexts answered so far."""
     held = [row for row in rows if row["kind"] == ALL and "pairs" in row]
     where = rows[0]["condition"]
-    return Table.from_figures(make_slug("held", where), f"{where}: what the caches held", held, HELD_COLUMNS, HELD)
+    title = f"{where}: what the caches held"
+    return Table.from_figures(make_slug("held", rows[0]["name"]), title, held, HELD_COLUMNS, HELD)
 
 
 def count_gains(rows: Sequence[Row]) -> str:
-    """Say how many pairs of a base and its restored cell improve, and how surely; "" without a pair."""
+    """Say how many pairs of a base and its restored cell improve, and how surely."""
     pairs = [row for row in rows if row["kind"] == ALL and "gain" in row]
     if not pairs:
         return ""
@@ -115,7 +126,8 @@ def count_gains(rows: Sequence[Row]) -> str:
     more = sum(row["gain"] > 0 for row in pairs)
     above = sum(low > 0 for low, _ in intervals)
     below = sum(high < 0 for _, high in intervals)
-    text = f"{more} of {len(pairs)} paired cells improve, {above} of them with a 95 % interval above zero; "
+    text = f"{more} of {len(pairs)} paired cells improve, "
+    text += f"{above} of them with a 95 % interval above zero; "
     text += f"{below or 'none'} with one below zero."
     if few := len(pairs) - len(intervals):
         text += f" {few} have fewer than {FEW} contexts, too few for an interval."

@@ -34,13 +34,14 @@ from restorekv.evaluation.tables import format_ratio, make_slug, name_evictor
 POSITIONS = 256  # that a line along the context shows at most
 CROWDED = 3  # more evictors than this have a panel each
 SCORES = (
-    "How many points are left when the cache shrinks. Dashed lines with hollow markers are a base method alone, solid "
-    "lines with filled markers are the same method with its restore cache at the same budget; one hue and one marker "
-    "are one method. The dashed black line is the full cache."
+    "How many points are left when the cache shrinks. Dashed lines with hollow markers are a base "
+    "method alone, solid lines with filled markers are the same method with its restore cache at "
+    "the same budget; one hue and one marker are one method. The dashed black line is the full "
+    "cache."
 )
 NEEDLES = (
-    "One sentence is hidden at a depth of a text and asked for: 100 is found every time, 0 never. Down: how deep it "
-    "lies (0 % is the beginning); across: how long the text is, in tokens."
+    "One sentence is hidden at a depth of a text and asked for: 100 is found every time, 0 never. "
+    "Down: how deep it lies (0 % is the beginning); across: how long the text is, in tokens."
 )
 
 
@@ -54,19 +55,26 @@ def plot_scores(rows: Sequence[Row]) -> Chart | None:
     if not by_evictor:
         return None
     crowded = len(by_evictor) > CROWDED
-    sizes = [(name_evictor(evictor), NARROW, 3.0) for evictor in by_evictor] if crowded else [("", WIDE, 3.4)]
-    figure, panels = make_figure(sizes)
+    several = len(by_evictor) > 1
+    sizes = [(name_evictor(evictor), NARROW, 3.0) for evictor in by_evictor]
+    figure, panels = make_figure(sizes if crowded else [("", WIDE, 3.4)])
     for turn, own in enumerate(by_evictor.values()):
         axes = panels[turn] if crowded else panels[0]
-        drawn = {False: 0, True: 0}  # methods alone and restored, whose variants have further markers
+        drawn = {False: 0, True: 0}  # how many methods alone, and restored: each has its own marker
         for method, points in grouped(own, lambda row: row["method"]).items():
             restored = points[0]["restored"]
             marker = MARKERS[(turn + len(by_evictor) * drawn[restored]) % len(MARKERS)]
-            mark = Mark(method, HUES[turn % len(HUES)], marker, dashed=not restored, hollow=not restored)
+            alone = not restored
+            mark = Mark(method, HUES[turn % len(HUES)], marker, dashed=alone, hollow=alone)
             drawn[restored] += 1
-            ratios, scores, lows, highs = ([row[key] for row in points] for key in ("ratio", "score", "low", "high"))
-            sure = min(row["contexts"] for row in points) >= FEW
-            plot_line(axes, mark, ratios, scores, (lows, highs) if sure else None, bars=len(by_evictor) > 1)
+            # Bars of several methods stand next to each other, not on each other.
+            aside = 1.01 ** (len(axes.lines) - 2) if several else 1
+            ratios = [row["ratio"] * aside for row in points]
+            scores = [row["score"] for row in points]
+            interval = None
+            if min(row["contexts"] for row in points) >= FEW:
+                interval = [row["low"] for row in points], [row["high"] for row in points]
+            plot_line(axes, mark, ratios, scores, interval, bars=several)
     for axes in panels:
         if full:
             plot_level(axes, Mark(FULL_CACHE, INK, dashed=True), full["score"])
@@ -75,18 +83,20 @@ def plot_scores(rows: Sequence[Row]) -> Chart | None:
     for axes in panels[1:]:
         axes.sharey(panels[0])
     where, first, waiting = rows[0]["condition"], done[-1], len(whole) - len(done)
-    note = f"Bands and bars: 95 % bootstrap intervals over contexts. {first['questions']:,} questions on "
-    note += f"{first['contexts']:,} contexts, {first['seeds']} seed{'s' * (first['seeds'] > 1)}."
+    note = "Bands and bars: 95 % bootstrap intervals over contexts. "
+    note += f"{first['questions']:,} questions on {first['contexts']:,} contexts, "
+    note += f"{first['seeds']} seed{'s' * (first['seeds'] > 1)}."
     note += f" Not the official data for {first['stand_ins']}." if first["stand_ins"] else ""
     note += f" Left out of means: {first['left_out']}." if first["left_out"] else ""
     note += f" Still running and not drawn: {waiting}." if waiting else ""
     title = f"{where}: score against ratio"
-    return Chart(make_slug("accuracy", where), title, figure, f"{title}. {note}", note, done)
+    name = make_slug("accuracy", first["name"])
+    return Chart(name, title, figure, f"{title}. {note}", note, done)
 
 
 @styled
 def plot_needles(grid: GridResults) -> list[Chart]:
-    """Return a map of the caches that are finished, for every benchmark of needles and every ratio."""
+    """Return a map of the finished caches, for every benchmark of needles and every ratio."""
     charts = []
     for condition, pools in grid.pools.items():
         if condition.benchmark.partition(":")[0] != "needle":
@@ -106,20 +116,21 @@ def plot_needles(grid: GridResults) -> list[Chart]:
                 for name, pool in done.items()
                 for point in find_needles(pool.answers)
             ])  # fmt: skip
-            figure, panels = make_figure([(name, NARROW, 1.4 + 0.25 * found.depth.nunique()) for name in done])
+            height = 1.4 + 0.25 * found.depth.nunique()
+            figure, panels = make_figure([(name, NARROW, height) for name in done])
             for axes, name in zip(panels, done, strict=True):
                 own = found[found.method == name]
                 plot_map(axes, own.pivot_table("score", "depth", "length"), 100)
                 axes.set(xlabel="length of the text (tokens)", ylabel="depth of the needle (%)")
             title = f"{where}: needles found at {format_ratio(ratio)}"
             note = "100 times the share of needles found, the mean over seeds."
-            name = make_slug("needle", where, f"{ratio:g}")
+            name = make_slug("needle", grid.name_condition(condition), f"{ratio:g}")
             charts.append(Chart(name, title, figure, title, note, found.to_dict("records")))
     return charts
 
 
 def find_needles(answers: Sequence[Answer]) -> Iterator[dict[str, float]]:
-    """Yield points by length and depth in percent, means over the seeds; questions are called LENGTH-DEPTH."""
+    """Yield points by length and depth, means over seeds; questions are called LENGTH-DEPTH."""
     for question, own in grouped(answers, lambda answer: answer.question).items():
         length, _, depth = question.partition("-")
         score = 100 * sum(answer.score for answer in own) / len(own)
@@ -141,7 +152,8 @@ def plot_survivors(survivors: Survivors, title: str) -> Chart:
     plot_positions(positions, {Mark("", BLUE): stretches})
     tokens = f" + {manifest.restore_tokens} restore tokens" if manifest.restore_tokens else ""
     made = f"{manifest.evictor}{tokens}, {format_ratio(float(Fraction(manifest.ratio)))}"
-    title = f"{title}: {made}, T = {manifest.tokens:,} tokens, {manifest.pairs_held:,} KV pairs held"
+    held = f"T = {manifest.tokens:,} tokens, {manifest.pairs_held:,} KV pairs held"
+    title = f"{title}: {made}, {held}"
     return Chart("survivors", title, figure)
 
 
@@ -151,7 +163,7 @@ def heads_height(layers: int) -> float:
 
 
 def plot_heads(axes: Axes, kept: np.ndarray) -> None:
-    """Draw a map of the share (layers, heads) of the context's tokens that each head keeps, in percent."""
+    """Draw a map of the share of the context's tokens that each head keeps: (layers, heads)."""
     plot_map(axes, DataFrame(100 * kept), max(100 * kept.max(), 1e-9))
     axes.set(xlabel="KV head (percent of tokens)", ylabel="layer")
 
@@ -171,4 +183,5 @@ def plot_positions(axes: Axes, shares: Mapping[Mark, Sequence[float]]) -> None:
     for mark, share in shares.items():
         middles = 100 * (np.arange(len(share)) + 0.5) / len(share)
         plot_line(axes, mark, middles, [100 * each for each in share])
-    axes.set(xlabel="position in the context (%)", ylabel="pairs kept (%)", xlim=(0, 100), ylim=(0, None))
+    axes.set(xlabel="position in the context (%)", ylabel="pairs kept (%)")
+    axes.set(xlim=(0, 100), ylim=(0, None))

@@ -1,6 +1,7 @@
-"""Reports: the page of a run folder, and any page of sections as a folder that is written whole or not at all.
+"""Reports: the page of a run folder, and any page of sections, written whole or not at all.
 
-A page is index.html, which needs no other file, with csv/, svg/ and png/ next to it. All text is escaped.
+A page is index.html, which needs no other file, with csv/, svg/ and png/ next to it. All text is
+escaped.
 """
 
 import base64
@@ -59,24 +60,30 @@ class Section:
 def write_report(folder: Path, out: Path | None = None) -> Path:
     """Write the page of a run folder (to DIR/report by default) and return its path.
 
-    Raises RestoreKVError where there is nothing to report, for a mix-up, and for an `out` that holds something else.
+    Raises RestoreKVError where there is nothing to report, for a mix-up, and for an `out` that
+    holds something else.
     """
     if not folder.is_dir():
-        raise RestoreKVError(f"There is no folder {folder}; give the one that `restorekv eval --out` wrote.")
+        fix = "give one that `restorekv eval --out` wrote"
+        raise RestoreKVError(f"There is no folder {folder}; {fix}.")
     out = out or folder / "report"
     check_folder(out.resolve())
     for path in sorted(out.iterdir()) if out.is_dir() else ():
-        if path.name not in FILES:  # the paper's page has files of its own there, which a report would take away
-            raise RestoreKVError(f"{out} holds {path.name}, which is no part of a report; choose another --out.")
+        # The paper's page has further files there, which a report would take away.
+        if path.name not in FILES:
+            why = f"{out} holds {path.name}, which is not a part of a report"
+            raise RestoreKVError(f"{why}; choose another folder with --out.")
     grid = load_grid(folder)
     rows = grid.rows()
     if not rows:
-        raise RestoreKVError(f"{folder} holds no results to report; run `restorekv eval --out {folder}` first.")
+        fix = f"run `restorekv eval --out {folder}` first"
+        raise RestoreKVError(f"{folder} holds no results to report; {fix}.")
     by_condition = grouped(rows, lambda row: row["condition"])
     scores: list[Block] = []
     for condition, own in by_condition.items():
         scores.append(scores_table(own))
-        parts = [scores_table(own, kind) for kind in (GROUP, TASK) if any(row["kind"] == kind for row in own)]
+        kinds = {row["kind"] for row in own}
+        parts = [scores_table(own, kind) for kind in (GROUP, TASK) if kind in kinds]
         scores += [Details(f"{condition}: by task", parts)] if parts else []
     charts = [chart for chart in map(plots.plot_scores, by_condition.values()) if chart]
     gains = count_gains(rows) or "No pair of a base and its restored cell is finished yet."
@@ -89,25 +96,41 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
     ]
     done = sum(result.done for result in grid.results)
     subtitle = f"{', '.join(by_condition)}; {done} of {len(grid.results)} cells done."
-    return write_page(
-        out, "Answers from compressed caches", [each for each in sections if each.blocks], [gains], subtitle
-    )
+    sections = [section for section in sections if section.blocks]
+    return write_page(out, "Answers from compressed caches", sections, [gains], subtitle)
 
 
 def conventions_table(results: Sequence) -> Table:
-    """Return what the cells were made with, those facts first in which they differ; the CSV file has every cell."""
+    """Return what cells were made with, first what differs; the CSV file has every cell."""
     facts = [{"cell": result.folder.name, **flat(result.facts)} for result in results]
-    values = {key: list(dict.fromkeys(str(each.get(key)) for each in facts)) for each in facts for key in each}
-    keys = sorted((key for key in values if key != "cell"), key=lambda key: len(values[key]) == 1)
+    values: dict[str, list[str]] = {}
+    for key in dict.fromkeys(key for each in facts for key in each if key != "cell"):
+        values[key] = list(dict.fromkeys(str(each.get(key)) for each in facts))
+    keys = sorted(values, key=lambda key: len(values[key]) == 1)
     rows = [[key, "; ".join(values[key])] for key in keys]
-    note = f"{sum(len(values[key]) > 1 for key in keys)} of them differ between the {len(facts)} cells."
-    return Table("conventions", "What all cells were made with", ["convention", "values"], rows, note, facts, (0, 1))
+    differing = sum(len(values[key]) > 1 for key in keys)
+    note = f"{differing} of them differ between the {len(facts)} cells."
+    columns = ["convention", "values"]
+    title = "What all cells were made with"
+    return Table("conventions", title, columns, rows, note, facts, left=(0, 1))
 
 
 def write_page(
-    folder: Path, title: str, sections: Sequence[Section], summary: Sequence[str] = (), subtitle: str = ""
+    folder: Path,
+    title: str,
+    sections: Sequence[Section],
+    summary: Sequence[str] = (),
+    subtitle: str = "",
 ) -> Path:
-    """Write the page with all its files and return it. What an earlier call wrote there is replaced."""
+    """Write the page with all its files, in place of what an earlier call wrote, and return it.
+
+    Args:
+        folder: what to write; the folder above must exist.
+        title: the page's heading.
+        sections: what the page shows, in order.
+        summary: sentences that stand out at the top.
+        subtitle: a line below the heading.
+    """
     folder = folder.resolve()
     check_folder(folder)
     temporary = temporary_name(folder)
@@ -129,22 +152,35 @@ def write_page(
     return folder / INDEX
 
 
-def render_page(title: str, sections: Sequence[Section], summary: Sequence[str] = (), subtitle: str = "") -> str:
-    """Return one self-contained HTML page. Raises ValueError for a name that is no file name, or used twice."""
+def render_page(
+    title: str,
+    sections: Sequence[Section],
+    summary: Sequence[str] = (),
+    subtitle: str = "",
+) -> str:
+    """Return one HTML page. Raises ValueError for a name that is no file name, or used twice."""
     names = [block.name for block in exhibits(sections)]
     for name in names:
         if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name) or names.count(name) > 1:
-            raise ValueError(f"{name!r} names no file or names two; use lower-case letters, digits, '.' and '-' once.")
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    world = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    world.filters |= {"cell": mark_up_cell, "kind": lambda block: type(block).__name__, "picture": encode_picture}
+            fix = "use lower-case letters, digits, '.' and '-' once"
+            raise ValueError(f"{name!r} names no file or names two; {fix}.")
+    # Texts may be a stranger's: autoescape is on, and only `mark_up_cell` returns markup.
+    world = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+    )
+    world.filters["cell"] = mark_up_cell
+    world.filters["kind"] = lambda block: type(block).__name__
+    world.filters["picture"] = encode_picture
     page = world.get_template("report.html")
     words = {"title": title, "sections": sections, "summary": summary, "subtitle": subtitle}
     return page.render(words, generator=GENERATOR + __version__)
 
 
 def mark_up_cell(text: str) -> Markup:
-    """Escape a cell's text, give it the color of its sign, and write its parentheses in smaller letters."""
+    """Escape a cell's text, give it the color of its sign, and make its parentheses smaller."""
     color = next((name for sign, name in SIGNS.items() if sign in text), "")
     weight = " bold" if SURE.search(text) else ""
     safe = EMPHASIS.sub(r"<em>\1</em>", str(escape(text)))
@@ -170,14 +206,18 @@ def exhibits(sections: Sequence[Section | Details]) -> Iterator[Table | Chart]:
 def check_folder(folder: Path) -> None:
     """Refuse, before figures are made, a place that holds something else or cannot be written."""
     if not folder.parent.is_dir():
-        raise RestoreKVError(f"The folder {folder.parent} does not exist; create it or choose another.")
+        fix = "create it or choose another"
+        raise RestoreKVError(f"The folder {folder.parent} does not exist; {fix}.")
     if not os.access(folder.parent, os.W_OK):
-        raise RestoreKVError(f"The folder {folder.parent} is not writable; choose another or change its permissions.")
+        fix = "choose another or change its permissions"
+        raise RestoreKVError(f"The folder {folder.parent} is not writable; {fix}.")
     if not folder.exists():
         return
     if not folder.is_dir():
         raise RestoreKVError(f"{folder} is a file; choose a folder for the report.")
     index = folder / INDEX
-    written = index.is_file() and f'<meta name="generator" content="{GENERATOR}' in index.read_text(errors="replace")
+    sign = f'<meta name="generator" content="{GENERATOR}'
+    written = index.is_file() and sign in index.read_text(errors="replace")
     if not written and any(folder.iterdir()):
-        raise RestoreKVError(f"{folder} holds files that are not a report; choose another folder or empty it.")
+        fix = "choose another folder or empty it"
+        raise RestoreKVError(f"{folder} holds files that are not a report; {fix}.")

@@ -1,4 +1,4 @@
-"""Which tokens of a compressed context survive, and how the budget falls on layers and heads (`plots` draws it)."""
+"""Which tokens of a compressed context survive, and how the budget falls on layers and heads."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,9 +52,8 @@ class Survivors:
 
     def figures(self) -> dict:
         """Returns all of the above as plain JSON values, shares with six digits."""
-        layers, positions = (
-            [round(share, 6) for share in each.tolist()] for each in (self.per_layer, self.per_position)
-        )
+        layers = [round(share, 6) for share in self.per_layer.tolist()]
+        positions = [round(share, 6) for share in self.per_position.tolist()]
         return {
             **self.manifest.described(),
             "kept_per_head": self.per_head.tolist(),

@@ -1,7 +1,8 @@
-"""Tables of texts for terminals, Markdown and pages, with the figures behind them as a pandas DataFrame.
+"""Tables of texts for terminals, Markdown and pages, with their figures as a pandas DataFrame.
 
-Whatever a reader must notice is in the text itself: ▲ and ▼ before a gain, ✓, ✗ and ○ before a verdict. A page only
-adds colors to these signs. pandas is part of the extra `eval` and is imported when a DataFrame is asked for.
+Whatever a reader must notice is in the text itself: ▲ and ▼ before a gain, ✓, ✗ and ○ before a
+verdict. A page only adds colors to these signs. pandas is part of the extra `eval` and is imported
+when a DataFrame is asked for.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ METHOD_NAMES = {
     "streaming": "StreamingLLM", "tova": "TOVA", "random": "Random", "full": "Full cache",
 }  # fmt: skip
 RESTORED_NAMES = {"kvzip": "RestoreKV", "kvzip+": "RestoreKV+"}
-LINE_BREAK = re.compile(r" (?=[▲▼] |= \d|\([+−\d])")  # where a terminal continues a cell on the next line
+# Where a terminal continues a cell on the next line: before a gain, and before an interval.
+LINE_BREAK = re.compile(r" (?=[▲▼] |= \d|\([+−\d])")
 
 
 def import_eval_module(name: str) -> ModuleType:
@@ -40,7 +42,8 @@ def import_eval_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise RestoreKVError(f"This needs the package {error.name}; run pip install 'restorekv[eval]'.") from None
+        fix = "run pip install 'restorekv[eval]'"
+        raise RestoreKVError(f"This needs the package {error.name}; {fix}.") from None
 
 
 def name_method(evictor: str, restored: bool) -> str:
@@ -87,14 +90,24 @@ def format_range(low: float, high: float, digits: int = 1, sign: bool = False) -
     return f"{format_number(low, digits, sign)} to {format_number(high, digits, sign)}"
 
 
-def format_score(value: float, low: float | None = None, high: float | None = None, digits: int = 1) -> str:
+def format_score(
+    value: float,
+    low: float | None = None,
+    high: float | None = None,
+    digits: int = 1,
+) -> str:
     """Write a figure with its interval, if it has one: "91.4 (88.5 to 94.0)"."""
     text = format_number(value, digits)
     return text if low is None else f"{text} ({format_range(low, high, digits)})"
 
 
-def format_gain(value: float, low: float | None = None, high: float | None = None, more: str = "") -> str:
-    """Write a difference as "▲ +1.0 (+0.5 to +1.5; 9 % back)"; `more` is the last part in the parentheses."""
+def format_gain(
+    value: float,
+    low: float | None = None,
+    high: float | None = None,
+    more: str = "",
+) -> str:
+    """Write a difference as "▲ +1.0 (+0.5 to +1.5; 9 % back)"; `more` ends the parentheses."""
     text = format_number(value, sign=True)
     arrow = {"+": "▲", MINUS: "▼"}.get(text[0], "=")
     interval = "" if low is None else format_range(low, high, sign=True)
@@ -106,8 +119,9 @@ def format_gain(value: float, low: float | None = None, high: float | None = Non
 class Table:
     """Rows of texts under one line of titles.
 
-    `name` is the name of its CSV file and its id on a page. `figures` are the rows of the CSV file, not rounded;
-    without them the CSV file holds the texts. The columns in `left` hold words. `strong` rows stand out.
+    `name` is the name of its CSV file and its id on a page. `figures` are the rows of the CSV file,
+    not rounded; without them the CSV file holds the texts. The columns in `left` hold words.
+    `strong` rows stand out.
     """
 
     name: str
@@ -129,10 +143,11 @@ class Table:
         note: str = "",
         left: Collection[int] = (0,),
     ) -> Self:
-        """Return a table with a line for each row of `figures`; a column without any text is left out."""
+        """Return a table with a line for each row of `figures`; empty columns are left out."""
         texts = {title: [show(row) for row in figures] for title, show in columns.items()}
         texts = {title: cells for title, cells in texts.items() if any(cells)}
-        return cls(name, title, list(texts), list(zip(*texts.values(), strict=True)), note, figures, left)
+        rows = list(zip(*texts.values(), strict=True))
+        return cls(name, title, list(texts), rows, note, figures, left)
 
     def to_frame(self) -> DataFrame:
         """Return the figures, or the texts where there are no figures, as a DataFrame."""
