@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.efficiency_page import PHASES
-from restorekv.evaluation.charts import BLUE, GREEN, NARROW, ORANGE, PURPLE, WIDE, Bars, Chart, Mark, Panel, bars
-from restorekv.evaluation.tables import MINUS, at, evictor_name
+from benchmarks.panels import Panel, make_bars, make_chart
+from restorekv.evaluation.charts import BLUE, GREEN, NARROW, ORANGE, PURPLE, WIDE, Chart, Mark
+from restorekv.evaluation.tables import MINUS, format_ratio, name_evictor
 
 OURS, KVPRESS = "ours", "kvpress"
 SIDES = {OURS: Mark(OURS, BLUE), KVPRESS: Mark(KVPRESS, ORANGE, hatch="\\\\")}
@@ -31,7 +32,7 @@ def compressing(result: Mapping) -> Chart:
     if any(row["peak"] is not None for row in rows):
         peaks = by_side(rows, lambda row: row["peak"] and row["peak"] / MEBI)
         panels.append(grouped("Peak memory above the weights", "MB", whole, peaks))
-    ratio = at(result["ratio"])
+    ratio = format_ratio(result["ratio"])
     cases = [f"{each}\n{which}" for each in whole for which in (ratio, "r = 1")]
     tokens = by_side(rows, *(lambda row, which=which: milliseconds(row[which]) for which in ("small", "full")))
     panels.append(grouped("A token of an answer", "milliseconds", cases, tokens))
@@ -41,7 +42,7 @@ def compressing(result: Mapping) -> Chart:
     note = f"{repeat}; MB are 2^20 bytes."
     if result["kvpress"]:
         note += " Ratios are ours over kvpress, with the restore pass, which kvpress does not have."
-    return Chart("bench", title, panels, title, (), note)
+    return make_chart("bench", title, panels, note)
 
 
 def layers(count: int) -> str:
@@ -75,7 +76,7 @@ def beside(result: Mapping, rows: Sequence[Mapping]) -> list[str]:
 def scoring(result: Mapping) -> Chart:
     """`scorers`: what every method adds to a prefill, cheapest first."""
     rows = sorted(result["rows"], key=lambda row: row["multiple"])
-    names = [evictor_name(row["method"]) for row in rows]
+    names = [name_evictor(row["method"]) for row in rows]
     values = {Mark("", BLUE): [row["multiple"] for row in rows]}
     panel = grouped("", f"prefills of {result['tokens']:,} tokens", names, values, digits=2, width=WIDE)
     title = f"What scoring adds to a prefill of {result['tokens']:,} tokens, in prefills"
@@ -83,9 +84,9 @@ def scoring(result: Mapping) -> Chart:
     note = (
         "A method's own prefill and scoring without the plain prefill, over the plain prefill that was measured before "
         f"each method and took {min(plain):.1f} to {max(plain):.1f} s. AM-fast: its reference pass and a fit at "
-        f"{at(result['ratio'])}."
+        f"{format_ratio(result['ratio'])}."
     )
-    return Chart("scorers", title, [panel], title, (), note)
+    return make_chart("scorers", title, [panel], note)
 
 
 def training(result: Mapping) -> Chart:
@@ -98,11 +99,12 @@ def training(result: Mapping) -> Chart:
             panels.append(grouped(words, "MB", names, {Mark("", BLUE): [row[key] / MEBI for row in rows]}))
     title = f"One training step on a context of {result['tokens']:,} tokens"
     note = (
-        f"KVzip, {at(result['ratio'])}, {result['questions']} questions with answers of {result['answer']} ids; memory "
-        "above what was resident before, MB are 2^20 bytes. Copied: attention copies the context for the backward "
-        "pass; anew: it refers to it; then scores and teacher, then the full cache too, are read from a store."
+        f"KVzip, {format_ratio(result['ratio'])}, {result['questions']} questions with answers of "
+        f"{result['answer']} ids; memory above what was resident before, MB are 2^20 bytes. Copied: attention copies "
+        "the context for the backward pass; anew: it refers to it; then scores and teacher, then the full cache too, "
+        "are read from a store."
     )
-    return Chart("train", title, panels, title, (), note)
+    return make_chart("train", title, panels, note)
 
 
 def stacked(
@@ -116,7 +118,7 @@ def stacked(
     parts = {mark: [each.get(phase, 0) for each in seconds] for phase, mark in phases.items()}
     sums = [each.get("total", sum(each.get(phase, 0) for phase in phases)) for each in seconds]
     texts = [f"{total:.3g} s{rest}" for total, rest in zip(sums, more or [""] * len(sums), strict=True)]
-    return bars(Bars(names, parts, [texts]), "seconds", title, WIDE)
+    return make_bars(title, "seconds", names, parts, [texts], stacked=True, width=WIDE)
 
 
 def grouped(
@@ -132,4 +134,4 @@ def grouped(
         ["refused" if value is None else f"{value:,.{digits}f}".replace("-", MINUS) for value in row]
         for row in values.values()
     ]
-    return bars(Bars(names, values, texts, stacked=False), unit, title, width)
+    return make_bars(title, unit, names, values, texts, stacked=False, width=width)

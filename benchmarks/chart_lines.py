@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
+
+from matplotlib.axes import Axes
 
 from benchmarks.chart_bars import KVPRESS, OURS, grouped
-from benchmarks.chart_texts import figures_below, labels_at_ends
+from benchmarks.chart_texts import label_ends, write_below
+from benchmarks.panels import Panel, Points, draw_lines, make_chart
 from restorekv.evaluation.charts import (
     BLUE,
     GREEN,
@@ -16,15 +18,12 @@ from restorekv.evaluation.charts import (
     PURPLE,
     VERMILION,
     WIDE,
-    Axis,
     Chart,
-    Level,
-    Line,
     Mark,
-    Panel,
-    ratio_axis,
+    plot_level,
+    set_ratio_axis,
 )  # fmt: skip
-from restorekv.evaluation.tables import at
+from restorekv.evaluation.tables import format_ratio
 
 ROOFLINE = Mark("roofline at copy bandwidth", MUTED, dashed=True)
 DECODING = {
@@ -64,17 +63,18 @@ def decoding(result: Mapping) -> Chart:
     row = min(rows, key=lambda row: row["ratio"])
     faster = {what: row[what]["full"] / row[what]["ours"] for what in ("attention", "step")}
     note = (
-        f"At {at(row['ratio'])} attention takes 1/{faster['attention']:.3g} of the full cache's time, a whole step "
-        f"1/{faster['step']:.3g}. Random states, tail of {result['tail']} columns; copies at "
+        f"At {format_ratio(row['ratio'])} attention takes 1/{faster['attention']:.3g} of the full cache's time, a "
+        f"whole step 1/{faster['step']:.3g}. Random states, tail of {result['tail']} columns; copies at "
         f"{result['bandwidth'] / 1e9:.1f} GB/s."
     )
-    return Chart("decode", title, panels, title, (), note)
+    return make_chart("decode", title, panels, note)
 
 
 def throughput(answers: Mapping) -> Panel:
     """Returns tokens a second of each side, and how many times as many ours are."""
     rates = {side: answers[side].get("rate") for side in (OURS, KVPRESS) if side in answers}
-    title = f"{answers['asked']} questions to one document of {answers['read']:,} tokens, {at(answers['ratio'])}, "
+    title = f"{answers['asked']} questions to one document of {answers['read']:,} tokens, "
+    title += f"{format_ratio(answers['ratio'])}, "
     title += f"{answers['answer']} tokens each"
     if rates.get(KVPRESS):
         title += f": {rates[OURS] / rates[KVPRESS]:.1f} times as many tokens"
@@ -90,12 +90,9 @@ def kernel(result: Mapping) -> Chart:
         if side in rows[0]
     }
     lines[ROOFLINE] = [(row["ratio"], row["roofline"] * 1e6) for row in rows]
-    panel = against_ratio(lines, "microseconds a layer (log)", "", WIDE, 3.6)
-    if all(options[key] == value for key, value in TARGETED.items()):
-        figures, targets = panel.finish, [Level(TARGET, value) for value in TARGETS.values()]
-        ends = [(value, f"target at\n{at(ratio)}: {value}", TARGET.color) for ratio, value in TARGETS.items()]
-        labels = labels_at_ends(ends)
-        panel = replace(panel, content=[*panel.content, *targets], finish=lambda axes: (figures(axes), labels(axes)))
+    on_target = all(options[key] == value for key, value in TARGETED.items())
+    targets = TARGETS if on_target else {}
+    panel = against_ratio(lines, "microseconds a layer (log)", "", WIDE, 3.6, targets)
     title = f"Attention of a decode step on a GPU, T = {options['tokens']:,}"
     note = "A rehearsal on a CPU: these figures mean nothing. " if result["rehearsal"] else ""
     note += (
@@ -103,19 +100,39 @@ def kernel(result: Mapping) -> Chart:
         f"heads each, {options['questions']} question{'s' * (options['questions'] != 1)}, tail {options['tail']}; "
         f"copies at {result['bandwidth'] / 1e9:,.0f} GB/s. Random states."
     )
-    return Chart("kernel", title, [panel], title, (), note)
+    return make_chart("kernel", title, [panel], note)
 
 
 def against_ratio(
-    lines: Mapping[Mark, Sequence[tuple[float, float]]],
+    lines: Mapping[Mark, Points],
     unit: str,
     title: str,
     width: float = NARROW,
     height: float = 3.0,
+    targets: Mapping[float, float] | None = None,
 ) -> Panel:
-    """Returns lines of points (r, figure), logarithms on both axes, with figures below ours, which come first."""
-    content = [Line(mark, *zip(*sorted(points), strict=True)) for mark, points in lines.items() if points]
-    figures = [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in content[0].y]
-    ratios = {ratio for points in lines.values() for ratio, _ in points}
-    x = replace(ratio_axis(ratios), low=min(ratios) / 1.25, high=max(ratios) * 1.25)
-    return Panel(content, x, Axis(unit, log=True), title, width, height, figures_below(content[0], figures))
+    """Return lines of points (r, figure), logarithms on both axes, with figures below ours, which come first.
+
+    Args:
+        lines: the points of every series, empty for one that is not drawn.
+        unit: the label of y.
+        title: of the panel.
+        width: of the panel, in inches.
+        height: of the panel, in inches.
+        targets: levels to reach, by the ratio that they are for.
+    """
+    measured = {mark: points for mark, points in lines.items() if points}
+
+    def draw(axes: Axes) -> None:
+        draw_lines(axes, measured, unit)
+        set_ratio_axis(axes, {ratio for points in measured.values() for ratio, _ in points}, air=1.25)
+        mark, points = next(iter(measured.items()))
+        texts = [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for _, value in sorted(points)]
+        write_below(axes, sorted(points), texts, mark.color)
+        ends = []
+        for ratio, value in (targets or {}).items():
+            plot_level(axes, TARGET, value)
+            ends.append((value, f"target at\n{format_ratio(ratio)}: {value}", TARGET.color))
+        label_ends(axes, ends)
+
+    return Panel(title, draw, width, height)

@@ -6,10 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from matplotlib.axes import Axes
+
 from benchmarks.chart_bars import MEBI, grouped, layers, stacked
-from benchmarks.chart_texts import labels_at_ends
+from benchmarks.chart_texts import label_ends
 from benchmarks.efficiency_page import PHASES
 from benchmarks.memory_table import bound
+from benchmarks.panels import Panel, draw_lines, make_chart
 from restorekv.evaluation.charts import (
     BLUE,
     GREEN,
@@ -19,13 +22,11 @@ from restorekv.evaluation.charts import (
     PURPLE,
     VERMILION,
     WIDE,
-    Axis,
     Chart,
-    Line,
     Mark,
-    Panel,
+    set_ticks,
 )
-from restorekv.evaluation.tables import at, evictor_name
+from restorekv.evaluation.tables import format_ratio, name_evictor
 
 LINES = {
     "fill": Mark("fill", INK, "o"),
@@ -52,19 +53,19 @@ def memory(result: Mapping) -> Chart:
     panels = lines(modes) if len(lengths) > 1 else one_length(modes)
     span = f"T = {lengths[0]:,}" + (f" to {lengths[-1]:,}" if len(lengths) > 1 else "")
     title = (
-        f"Compressing with {evictor_name(result['evictor'])}, {layers(result['model']['num_hidden_layers'])}, {span}"
+        f"Compressing with {name_evictor(result['evictor'])}, {layers(result['model']['num_hidden_layers'])}, {span}"
     )
     filled = ", a cache filled with random numbers instead of a prefill" if result["filled"] else ""
     note = (
-        f"{at(result['ratio'])}{filled}. Peak: resident memory above the weights, MB are 2^20 bytes; the {BOUND} is "
-        "what a mode may hold besides its workspace."
+        f"{format_ratio(result['ratio'])}{filled}. Peak: resident memory above the weights, MB are 2^20 bytes; the "
+        f"{BOUND} is what a mode may hold besides its workspace."
     )
     if len(lengths) > 1:
         note += (
             " It is dashed. Slopes: log of the ratio of seconds over that of T, from first to last; 1 is linear, 2 "
             "quadratic."
         )
-    return Chart("memory", title, panels, title, (), note)
+    return make_chart("memory", title, panels, note)
 
 
 def lines(modes: Mapping[str, Sequence[Mapping]]) -> list[Panel]:
@@ -88,14 +89,20 @@ def one_length(modes: Mapping[str, Sequence[Mapping]]) -> list[Panel]:
 
 def seconds(rows: Sequence[Mapping], title: str) -> Panel:
     """Returns seconds against T, logarithms on both axes; name and slope of every phase at the end of its line."""
-    content, ends = [], []
+    lines: dict[Mark, list[tuple[float, float]]] = {}
+    ends = []
     for name, mark in LINES.items():
         points = [(row["tokens"], row["phases"][name]["seconds"]) for row in rows if name in row["phases"]]
         if points and min(took for _, took in points) > 0:
-            content.append(Line(replace(mark, label=""), *zip(*points, strict=True)))
+            lines[replace(mark, label="")] = points
             ends.append((points[-1][1], mark.label + slope(points), mark.color))
-    y, labels = Axis("seconds (log)", log=True), labels_at_ends(ends)
-    return Panel(content, lengths_axis(rows), y, title, height=2.7, finish=labels)
+
+    def draw(axes: Axes) -> None:
+        draw_lines(axes, lines, "seconds (log)")
+        set_lengths_axis(axes, rows)
+        label_ends(axes, ends)
+
+    return Panel(title, draw, height=2.7)
 
 
 def slope(points: Sequence[tuple[float, float]]) -> str:
@@ -106,15 +113,23 @@ def slope(points: Sequence[tuple[float, float]]) -> str:
 
 def peaks(modes: Mapping[str, Sequence[Mapping]], width: float) -> Panel:
     """Returns a line for every mode, its bound dashed in the same color."""
-    content = []
+    lines: dict[Mark, list[tuple[float, float]]] = {}
     for mode, rows in modes.items():
-        tokens = [row["tokens"] for row in rows]
-        content.append(Line(Mark("", MODES[mode].color, dashed=True), tokens, [bound(row) / MEBI for row in rows]))
-        content.append(Line(MODES[mode], tokens, [row["peak"] / MEBI for row in rows]))
-    x = lengths_axis([row for rows in modes.values() for row in rows])
-    return Panel(content, x, Axis("MB above the weights (log)", log=True), "Peak memory", width, 2.7)
+        least = Mark("", MODES[mode].color, dashed=True)
+        lines[least] = [(row["tokens"], bound(row) / MEBI) for row in rows]
+        lines[MODES[mode]] = [(row["tokens"], row["peak"] / MEBI) for row in rows]
+
+    def draw(axes: Axes) -> None:
+        draw_lines(axes, lines, "MB above the weights (log)")
+        set_lengths_axis(axes, [row for rows in modes.values() for row in rows])
+
+    return Panel("Peak memory", draw, width, 2.7)
 
 
-def lengths_axis(rows: Sequence[Mapping]) -> Axis:
-    """Returns an axis with a number at each measured length."""
-    return Axis("tokens T (log)", log=True, ticks=sorted({row["tokens"] for row in rows}))
+def set_lengths_axis(axes: Axes, rows: Sequence[Mapping]) -> None:
+    """Make x logarithmic, with a number at each measured length."""
+    lengths = sorted({row["tokens"] for row in rows})
+    axes.set_xscale("log")
+    axes.set_xlim(lengths[0] / 1.15, lengths[-1] * 1.15)
+    axes.set_xlabel("tokens T (log)")
+    set_ticks(axes, lengths)

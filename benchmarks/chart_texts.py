@@ -1,38 +1,30 @@
 """Texts that benchmarks write into their panels: figures below points, labels where lines end."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 
-from restorekv.evaluation.charts import Line
-
 GAP = 0.085  # between labels at the right edge, of the height of the axes and for each of their lines
-Finish = Callable[[Axes], None]  # as a Panel takes it
 
 
-def figures_below(line: Line, figures: Sequence[str]) -> Finish:
-    """Writes a figure below each point of the line."""
-
-    def finish(axes: Axes) -> None:
-        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
-        for figure, *point in zip(figures, line.x, line.y, strict=True):
-            axes.annotate(figure, point, (0, -13), textcoords="offset points", ha="center", fontsize=8,
-                          color=line.mark.color, bbox=box)  # fmt: skip
-
-    return finish
+def write_below(axes: Axes, points: Sequence[tuple[float, float]], texts: Sequence[str], color: str) -> None:
+    """Write a text below each point."""
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+    for text, point in zip(texts, points, strict=True):
+        look = {"ha": "center", "fontsize": 8, "color": color, "bbox": box}
+        axes.annotate(text, point, (0, -13), textcoords="offset points", **look)
 
 
-def labels_at_ends(ends: Sequence[tuple[float, str, str]]) -> Finish:
-    """Writes labels at the right edge, each (y, text, color) at its height or as near as there is room."""
-
-    def finish(axes: Axes) -> None:
-        right = axes.get_xlim()[1]
-        heights = [axes.transAxes.inverted().transform(axes.transData.transform((right, y)))[1] for y, _, _ in ends]
-        places = apart(heights, [text.count("\n") + 1 for _, text, _ in ends])
-        for height, (_, text, color) in zip(places, ends, strict=True):
-            axes.text(1.02, height, text, transform=axes.transAxes, va="center", fontsize=8, color=color)
-
-    return finish
+def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
+    """Write labels at the right edge, each (y, text, color) at its height or as near as there is room."""
+    right = axes.get_xlim()[1]
+    heights = []
+    for y, _, _ in ends:
+        point = axes.transData.transform((right, y))
+        heights.append(axes.transAxes.inverted().transform(point)[1])
+    places = apart(heights, [text.count("\n") + 1 for _, text, _ in ends])
+    for height, (_, text, color) in zip(places, ends, strict=True):
+        axes.text(1.02, height, text, transform=axes.transAxes, va="center", fontsize=8, color=color)
 
 
 def apart(heights: Sequence[float], lines: Sequence[int]) -> list[float]:

@@ -16,9 +16,8 @@ from benchmarks.chart_lines import decoding, kernel
 from benchmarks.chart_memory import memory
 from benchmarks.vllm_chart import serving
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation import draw
 from restorekv.evaluation.charts import Chart
-from restorekv.evaluation.tables import slug
+from restorekv.evaluation.tables import make_slug
 from restorekv.files import replacing
 
 KINDS: dict[frozenset[str], Callable[[Mapping], Chart]] = {
@@ -61,7 +60,7 @@ def pictures(file: Path, png: bool) -> dict[str, bytes]:
     result = read(file)
     try:
         chart = chart_of(file, result)
-        return {f".{ending}": draw.image(chart, ending) for ending in ("svg", *(["png"] if png else []))}
+        return {f".{ending}": chart.render(ending) for ending in ("svg", *(["png"] if png else []))}
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise RestoreKVError(
             f"{file} does not hold what its chart shows ({type(error).__name__}: {error}); measure again."
@@ -92,7 +91,9 @@ def maker(result: object) -> Callable[[Mapping], Chart] | None:
 def chart_of(file: Path, result: Mapping) -> Chart:
     """Returns the chart, under the file's name, with a note that says on what it was measured."""
     chart = maker(result)(result)
-    return replace(chart, name=slug(file.stem), note=" ".join(filter(None, (chart.note, measured_on(file, result)))))
+    return replace(
+        chart, name=make_slug(file.stem), note=" ".join(filter(None, (chart.note, measured_on(file, result))))
+    )
 
 
 def measured_on(file: Path, result: Mapping) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from benchmarks import operations
 from benchmarks.compare import KVPRESS, OURS
 from restorekv.compression.context import size
-from restorekv.evaluation.tables import Table, TableRow, at
+from restorekv.evaluation.tables import Table, format_ratio
 
 
 def tables(result: dict) -> Iterator[Table | str]:
@@ -21,7 +21,7 @@ def tables(result: dict) -> Iterator[Table | str]:
     )
     for tokens, ratios in result["ratios"].items():
         known = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items() if ratio is not None)
-        yield f"T = {int(tokens):,}, {at(result['ratio'])}, ours / kvpress: {known}."
+        yield f"T = {int(tokens):,}, {format_ratio(result['ratio'])}, ours / kvpress: {known}."
     for tokens in lengths:
         yield floor(tokens, sides[tokens, OURS], sides.get((tokens, KVPRESS)), model)
     if result["note"]:
@@ -30,12 +30,9 @@ def tables(result: dict) -> Iterator[Table | str]:
 
 def of_length(tokens: int, ours: dict, kvpress: dict | None, result: dict) -> Table:
     """Returns quantities down, sides across."""
-    r = at(result["ratio"])
+    r = format_ratio(result["ratio"])
     sides = {"ours": ours} | ({f"kvpress {result['kvpress']}": kvpress} if kvpress else {})
-    rows = [
-        TableRow([name, *map(show, sides.values())], rule=name.startswith("pairs"))
-        for name, show in quantities(r).items()
-    ]
+    rows = [[name, *map(show, sides.values())] for name, show in quantities(r).items()]
     return Table("compare", f"T = {tokens:,} tokens, KVzip, {r}", ["", *sides], rows)
 
 

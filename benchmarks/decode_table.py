@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from benchmarks.compare import KVPRESS, OURS
 from restorekv.compression.context import size
-from restorekv.evaluation.tables import Table, at
+from restorekv.evaluation.tables import Table, format_ratio
 
 
 def tables(result: dict) -> Iterator[Table | str]:
@@ -16,8 +16,8 @@ def tables(result: dict) -> Iterator[Table | str]:
     held, model, machine = result["held"], result["model"], result["machine"]
     if held:
         yield (
-            f"Memory held at {at(held['ratio'])}: {size(held['bytes'])} by the process, {held['share']:.3f} of "
-            f"{size(held['pairs'])} of pairs and {size(held['tail'])} of tail."
+            f"Memory held at {format_ratio(held['ratio'])}: {size(held['bytes'])} by the process, "
+            f"{held['share']:.3f} of {size(held['pairs'])} of pairs and {size(held['tail'])} of tail."
         )
     if result["answers"]:
         yield answers(result["answers"])
@@ -45,7 +45,7 @@ def times(title: str, rows: list[dict], what: str, rivals: tuple[str, ...], roof
 def answers(measured: dict) -> str:
     """Says how many tokens a second each side answers."""
     ours, kvpress = measured[OURS], measured.get(KVPRESS, {})
-    words = f"{measured['asked']} questions to {measured['read']:,} tokens at {at(measured['ratio'])}"
+    words = f"{measured['asked']} questions to {measured['read']:,} tokens at {format_ratio(measured['ratio'])}"
     words += f", {measured['answer']} tokens each: {ours['rate']:.1f} tokens a second"
     if "rate" in kvpress:
         return f"{words}, kvpress {kvpress['rate']:.1f}, {ours['rate'] / kvpress['rate']:.1f} times as many."

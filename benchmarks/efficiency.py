@@ -29,8 +29,7 @@ from restorekv.compression.budget import exact_ratio
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.prepared import CompressionConfig, ScoredContext
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.analysis.run import label_of
-from restorekv.evaluation.results import differences, provenance
+from restorekv.evaluation.results import differences, make_label, provenance
 from restorekv.files import read_json, write_json
 from restorekv.model import attention
 from restorekv.model.load import model_name
@@ -90,7 +89,7 @@ def measure(
 
     `conventions` are for eviction with adapters: no offset, a restore pass over the full cache.
     """
-    label = label or label_of(model_name(model), model.device.type)
+    label = label or make_label(model_name(model), model.device.type)
     path = out / FOLDER / f"{label}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     machine = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else processor()

@@ -3,15 +3,20 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from matplotlib.axes import Axes
+
 from benchmarks.efficiency import FOLDER
+from benchmarks.panels import Panel, make_bars, make_chart
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import charts
-from restorekv.evaluation.charts import Axis, Chart, Line, Mark, Panel
-from restorekv.evaluation.report import page
-from restorekv.evaluation.report.analyses import BASE, RESTORED, explained, read
-from restorekv.evaluation.report.page import Block, Section
-from restorekv.evaluation.tables import UNKNOWN, Table, evictor_name, number, percent, slug
+from restorekv.evaluation.charts import Chart, Mark, plot_line, set_ratio_axis
+from restorekv.evaluation.report import Block, Details, Section, write_page
+from restorekv.evaluation.results import flat
+from restorekv.evaluation.tables import UNKNOWN, Table, format_number, format_percent, make_slug, name_evictor
+from restorekv.files import read_json
 
+BASE = Mark("base alone", charts.VERMILION, "o", dashed=True, hollow=True)
+RESTORED = Mark("restored", charts.BLUE, "o")
 PHASES = {
     "prefill": Mark("prefill", charts.MUTED),
     "score": Mark("scoring", charts.SKY, hatch="//"),
@@ -27,11 +32,31 @@ INTRO = (
 def write(folder: Path) -> Path:
     """Writes a page of all machines that were measured, to DIR/efficiency/page, and returns it."""
     blocks: list[Block] = []
-    for found in read(folder / FOLDER):
-        blocks += [compression(found), costs(found), latency(found), explained(found)]
+    for found in load_results(folder / FOLDER):
+        blocks += [compression(found), costs(found), latency(found), explain_result(found)]
     if not blocks:
         raise RestoreKVError(f"{folder / FOLDER} holds no figures; measure some, without --page.")
-    return page.write(folder / FOLDER / "page", "Cost of compressing", [Section("Efficiency", INTRO, blocks)])
+    return write_page(folder / FOLDER / "page", "Cost of compressing", [Section("Efficiency", INTRO, blocks)])
+
+
+def load_results(folder: Path) -> list[dict]:
+    """Load every file of results in a folder, by name."""
+    results = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            file = read_json(path, str(path))
+            named = {"name": make_slug(path.stem), "conventions": file["conventions"], "label": file["label"]}
+            results.append({**file, **named})
+        except (ValueError, TypeError, KeyError) as error:
+            raise RestoreKVError(f"{path} is no result of restorekv ({error}); remove it.") from error
+    return results
+
+
+def explain_result(found: Mapping) -> Details:
+    """Return the file's own definitions and conventions."""
+    conventions = [f"{key} {value}" for key, value in flat(found["conventions"]).items()]
+    definitions = [f"{key}: {words}" for key, words in found["definitions"].items()]
+    return Details(f"Definitions and conventions: {found['label']}", [definitions, "; ".join(conventions) + "."])
 
 
 def machine(found: Mapping) -> str:
@@ -44,14 +69,15 @@ def compression(found: Mapping) -> Chart:
     """Returns two bars for each evictor, alone and restored, stacked of the phases."""
     rows = found["compression"]
     title = f"Time to compress a context: {found['label']}"
-    labels = [evictor_name(row["evictor"]) + " + RestoreKV" * row["restored"] for row in rows]
+    labels = [name_evictor(row["evictor"]) + " + RestoreKV" * row["restored"] for row in rows]
     parts = {mark: [row["seconds"][phase] for row in rows] for phase, mark in PHASES.items()}
-    panel = charts.bars(charts.Bars(labels, parts, [[f"{row['seconds']['total']:.3g} s" for row in rows]]), "seconds")
+    totals = [f"{row['seconds']['total']:.3g} s" for row in rows]
+    panel = make_bars("", "seconds", labels, parts, [totals], stacked=True, width=charts.WIDE)
     data = [
         {"evictor": row["evictor"], "restored": row["restored"], **row["seconds"], "peak": row["peak"]} for row in rows
     ]
     note = f"Seconds, median of {found['conventions']['repeat']} runs, by phase; {machine(found)}."
-    return Chart(slug("efficiency", found["name"], "time"), title, [panel], title, data, note)
+    return make_chart(make_slug("efficiency", found["name"], "time"), title, [panel], note, data)
 
 
 def costs(found: Mapping) -> Table:
@@ -64,25 +90,25 @@ def costs(found: Mapping) -> Table:
         for evictor, more in found["overhead"].items()
     ]  # fmt: skip
     columns = {
-        "method": lambda row: evictor_name(row["evictor"]),
+        "method": lambda row: name_evictor(row["evictor"]),
         "adapter": lambda row: rows[row["evictor"], True]["adapter"] or UNKNOWN,
-        "restore pass": lambda row: f"{number(1000 * row['seconds'])} ms",
-        "of the base's time": lambda row: percent(row["share"], 2),
+        "restore pass": lambda row: f"{format_number(1000 * row['seconds'])} ms",
+        "of the base's time": lambda row: format_percent(row["share"], 2),
         "peak memory, base": lambda row: megabytes(row["base_peak"]),
         "peak memory, restored": lambda row: megabytes(row["restored_peak"]),
         "difference": lambda row: megabytes(row["peak"]),
-        "of the base's peak": lambda row: percent(row["peak_share"], 2),
+        "of the base's peak": lambda row: format_percent(row["peak_share"], 2),
     }
     note = (
         "Peak memory is what comes on top of the loaded model; – where the system does not tell. A random adapter "
         "costs what a trained one does."
     )
     title = f"What the restore pass adds: {found['label']}"
-    return Table.of(slug("efficiency", found["name"], "cost"), title, data, columns, note, left=(0, 1))
+    return Table.from_figures(make_slug("efficiency", found["name"], "cost"), title, data, columns, note, left=(0, 1))
 
 
 def megabytes(size: float | None) -> str:
-    return UNKNOWN if size is None else f"{number(size / 1e6)} MB"
+    return UNKNOWN if size is None else f"{format_number(size / 1e6)} MB"
 
 
 def latency(found: Mapping) -> Chart:
@@ -92,17 +118,21 @@ def latency(found: Mapping) -> Chart:
     size, unit = next(
         (size, unit) for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if most >= size or size == 1e3
     )
-    times, sizes = [], []
-    for mark, restored in ((BASE, False), (RESTORED, True)):
-        mine = [row for row in rows if row["restored"] == restored]
-        ratios, low, high = ([row[key] for row in mine] for key in ("ratio", "least", "most"))
-        if mine:
-            times.append(Line(mark, ratios, [row["milliseconds"] for row in mine], (low, high)))
-            sizes.append(Line(mark, ratios, [row["bytes"] / size for row in mine]))
-    x = charts.ratio_axis({row["ratio"] for row in rows})
+
+    def draw(axes: Axes, what: str, label: str, scale: float) -> None:
+        for mark, restored in ((BASE, False), (RESTORED, True)):
+            mine = [row for row in rows if row["restored"] == restored]
+            if mine:
+                spread = ([row["least"] for row in mine], [row["most"] for row in mine])
+                interval = spread if what == "milliseconds" else None
+                plot_line(axes, mark, [row["ratio"] for row in mine], [row[what] / scale for row in mine], interval)
+        set_ratio_axis(axes, {row["ratio"] for row in rows})
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel(label)
+
     panels = [
-        Panel(times, x, Axis("milliseconds a layer and step", low=0), "Attention latency"),
-        Panel(sizes, x, Axis(f"cache ({unit})", low=0), "Cache memory"),
+        Panel("Attention latency", lambda axes: draw(axes, "milliseconds", "milliseconds a layer and step", 1)),
+        Panel("Cache memory", lambda axes: draw(axes, "bytes", f"cache ({unit})", size)),
     ]
     keys = ("ratio", "restored", "milliseconds", "least", "most", "bytes", "pairs", "restore_tokens")
     shares = ", ".join(f"r = {ratio}: {value:.3f}" for ratio, value in found["latency_ratio"].items())
@@ -114,4 +144,4 @@ def latency(found: Mapping) -> Chart:
         note += " Random keys and values stand in for a prefilled context."
     title = f"Attention latency and cache memory against ratio: {found['label']}"
     data = [{key: row[key] for key in keys} for row in rows]
-    return Chart(slug("efficiency", found["name"], "latency"), title, panels, title, data, note)
+    return make_chart(make_slug("efficiency", found["name"], "latency"), title, panels, note, data)

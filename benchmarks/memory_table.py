@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from benchmarks import operations
-from benchmarks.markdown import markdown as table_rows
 from restorekv.compression.context import size
-from restorekv.evaluation.tables import Table, at
+from restorekv.evaluation.tables import Table, format_ratio
 
 
 def markdown(result: dict) -> str:
@@ -17,7 +16,7 @@ def markdown(result: dict) -> str:
     streamed = any(row["mode"] == "streaming" for row in rows)
     parts = f"; streamed {result['part']:,} tokens at a time" if streamed else ""
     text = (
-        f"{result['evictor']}, {at(result['ratio'])}, {source}; random weights, "
+        f"{result['evictor']}, {format_ratio(result['ratio'])}, {source}; random weights, "
         f"{model['parameters'] / 1e6:,.0f} million parameters ({model['num_hidden_layers']} layers), {model['dtype']}, "
         f"{machine['threads']} threads on {machine['processor']}. Bytes above what was resident before{parts}.\n"
     )
@@ -25,7 +24,7 @@ def markdown(result: dict) -> str:
         mine = [row for row in rows if row["mode"] == mode]
         counts = mode == "plain" and "prefill" in growth and result["evictor"] == "kvzip"
         for each in (memory_table(mode, mine), seconds_table(mode, mine, growth, model if counts else None)):
-            text += f"\n{table_rows(each)}\n"
+            text += f"\n{each.to_markdown()}\n"
     return text
 
 

@@ -114,10 +114,13 @@ def tables(result: dict) -> Iterator[Table | str]:
     names = list(rows[0]["throughput"])
     lines = []
     for row in rows:
+        sizes = [row["positions"], space // row["positions"]]
         times = [median(row["cold"]), median(row["warm"])]
         rates = [row["throughput"][name] for name in names]
-        lines.append([row["side"], row["positions"], space // row["positions"], *(f"{x:.2f} s" for x in times),
-                      *(f"{x:.1f}" for x in rates)])  # fmt: skip
+        texts = [f"{each:,}" for each in sizes]
+        texts += [f"{each:.2f} s" for each in times]
+        texts += [f"{each:.1f}" for each in rates]
+        lines.append([row["side"], *texts])
     yield Table(
         "vllm", "Whole and compressed documents in one KV space", [*head, *(f"tokens/s, {x}" for x in names)], lines
     )

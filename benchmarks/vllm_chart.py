@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from statistics import median
 
 from benchmarks.chart_bars import grouped
+from benchmarks.panels import make_chart
 from restorekv.evaluation.charts import BLUE, GREEN, ORANGE, SKY, Chart, Mark
 
 COLD, WARM = Mark("cold", ORANGE, hatch="//"), Mark("warm", BLUE)
@@ -35,4 +36,4 @@ def serving(result: Mapping) -> Chart:
         f"{options['model']}; answers of {options['answer']} tokens. Cold: the document was not in "
         "vLLM's cache. Compressed: SnapKV, one length per head."
     )
-    return Chart("vllm", title, panels, title, (), note)
+    return make_chart("vllm", title, panels, note)

@@ -18,7 +18,7 @@ from restorekv.cli import options
 from restorekv.cli.eval import open_pool
 from restorekv.cli.session import notes, output, print_written, quiet
 from restorekv.errors import RestoreKVError, RestoreKVWarning
-from restorekv.evaluation.report.page import SVG
+from restorekv.evaluation.report import SVG
 from restorekv.files import check_target, replacing
 from restorekv.model.load import BUNDLED, SMOLLM2, canonical
 

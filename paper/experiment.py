@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from restorekv.evaluation.grid import FULL
-from restorekv.evaluation.tables import name
+from restorekv.evaluation.tables import name_method
 
 
 @dataclass(frozen=True)
@@ -144,9 +144,9 @@ def full_cache(paper: Points | None = None, also: Mapping[str, Points] | None = 
 
 def alone(evictor: str, paper: Points | None = None, **more: object) -> Row:
     """The base evictor without restoring."""
-    return Row(name(evictor, False), evictor, None, paper=paper or {}, **more)
+    return Row(name_method(evictor, False), evictor, None, paper=paper or {}, **more)
 
 
 def own(evictor: str, paper: Points | None = None, **more: object) -> Row:
     """It with the adapter that belongs to it."""
-    return Row(name(evictor, True), evictor, OWN, paper=paper or {}, **more)
+    return Row(name_method(evictor, True), evictor, OWN, paper=paper or {}, **more)

@@ -18,7 +18,7 @@ from paper.shown import ABSENT
 from restorekv.evaluation.grid import FULL
 from restorekv.evaluation.results import Result
 from restorekv.evaluation.stats import resamples
-from restorekv.evaluation.tables import Table, TableCell, TableRow, between, number
+from restorekv.evaluation.tables import Table, format_number, format_range
 
 NOTE = (
     "KL: mean KL(full || cache) in nats over the tokens of the full cache's answers; below it the 95 % interval, or "
@@ -81,31 +81,33 @@ def tables(experiment: Comparison, setting: Setting, known: Mapping[Asked, Fidel
     if not any(spot[1] == key for spot in known):
         return
     ratios = list(dict.fromkeys(place.ratio for place in experiment.places if place.benchmark == key))
-    head = [
-        [TableCell(""), *(TableCell(f"r = {ratio:g}", columns=2) for ratio in ratios)],
-        ["method", *(title for _ in ratios for title in ("KL, nats", "same, %"))],
-    ]
-    lines = []
+    head = ["method"]
+    for ratio in ratios:
+        head += [f"r = {ratio:g} KL, nats", f"r = {ratio:g} same, %"]
+    lines: list[list[str]] = []
+    strong: list[int] = []
     for name, row in experiment.rows.items():
         if row.evictor != FULL:
             made = [cell for ratio in ratios for cell in cells(experiment, known, (name, key, ratio))]
-            lines.append(TableRow([row.label, *made], strong=name in experiment.against and row.adapter is not None))
+            if name in experiment.against and row.adapter is not None:
+                strong.append(len(lines))
+            lines.append([row.label, *made])
     others = {experiment.rows[row].label for row in experiment.against.values()}
     note = NOTE.format(against=others.pop() if len(others) == 1 else "its base")
     title = f"{experiment.title}: {setting.benches[key].shown}, fidelity to the full cache"
-    yield Table(f"{experiment.name}-{key}-fidelity", title, head, lines, note, list(figures(experiment, known, key)))
+    data = list(figures(experiment, known, key))
+    yield Table(f"{experiment.name}-{key}-fidelity", title, head, lines, note, data, strong=strong)
 
 
-def cells(experiment: Comparison, known: Mapping[Asked, Fidelity], spot: Asked) -> list[TableCell]:
+def cells(experiment: Comparison, known: Mapping[Asked, Fidelity], spot: Asked) -> list[str]:
     """KL, and the share of answers that stay the same."""
     mine, base = known.get(spot), known.get((experiment.against.get(spot[0], ""), *spot[1:]))
     if mine is None:
         return [ABSENT, ABSENT]
     value, low, high = interval(mine, base)
-    small = between(low, high, 3, bool(base))
-    small = f"{number(value, 3, True)}, {small}" if base else small
-    apart = base is not None and (low > 0 or high < 0)
-    return [TableCell(number(mine.kl, 3), small, strong=apart), TableCell(number(mine.same, 0))]
+    small = format_range(low, high, 3, bool(base))
+    small = f"{format_number(value, 3, True)}, {small}" if base else small
+    return [f"{format_number(mine.kl, 3)} ({small})", format_number(mine.same, 0)]
 
 
 def lowered(experiment: Comparison, known: Mapping[Asked, Fidelity]) -> Iterator[str]:

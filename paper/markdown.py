@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from benchmarks.markdown import markdown as table_rows
 from restorekv.evaluation.charts import Chart
-from restorekv.evaluation.report.page import SVG, Block, Details, Points, Section
+from restorekv.evaluation.report import SVG, Block, Details, Section
 from restorekv.evaluation.tables import Table
 
 
@@ -14,7 +13,7 @@ def markdown(title: str, summary: Sequence[str], sections: Sequence[Section]) ->
     """Returns the page as Markdown; its charts are the SVG files beside it."""
     parts = [f"# {title}", *summary]
     for section in sections:
-        verdict = f"**{section.verdict.text}**" if section.verdict else ""
+        verdict = f"**{section.verdict}**" if section.verdict else ""
         parts += filter(None, (f"## {section.title}", verdict, section.intro))
         parts += paragraphs(section.blocks)
     return "\n\n".join(parts) + "\n"
@@ -24,13 +23,13 @@ def paragraphs(blocks: Sequence[Block]) -> Iterator[str]:
     """Yields the Markdown paragraphs of blocks."""
     for block in blocks:
         if isinstance(block, Table):
-            yield from filter(None, (f"### {block.title}", table_rows(block), block.note))
-        elif isinstance(block, Points):
-            yield "\n".join(f"- {item}" for item in block.items)
+            yield from filter(None, (f"### {block.title}", block.to_markdown(), block.note))
         elif isinstance(block, Details):
             yield f"### {block.summary}"
             yield from paragraphs(block.blocks)
         elif isinstance(block, Chart):
             yield f"![{block.title}. {block.alt}.]({SVG}/{block.name}.svg)"
-        else:
+        elif isinstance(block, str):
             yield str(block)
+        else:
+            yield "\n".join(f"- {item}" for item in block)

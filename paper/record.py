@@ -9,11 +9,11 @@ import torch
 from benchmarks.workload import describe_machine
 from restorekv import tasks
 from restorekv.evaluation.grid import FULL, Cell
-from restorekv.evaluation.report.page import Block, Section
+from restorekv.evaluation.report import Block, Section
 from restorekv.evaluation.results import Result
 from restorekv.evaluation.rows import CACHE_FIGURES
 from restorekv.evaluation.stats import FEW, LEAST, bounds
-from restorekv.evaluation.tables import Table, name, number, score
+from restorekv.evaluation.tables import Table, format_number, format_score, name_method
 
 RULE = (
     f"A task on which the full cache scores below {LEAST:g} has nothing to lose: it is asked and shown here, but left "
@@ -39,8 +39,10 @@ def full_cache(done: Mapping[Cell, Result]) -> Table:
     for cell, result in done.items():
         for task, points in result.summary["tasks"].items() if cell.evictor == FULL else ():
             counts = points["score"] >= LEAST
-            shown = score(points["score"], *bounds(points))
-            rows.append([*asked(cell), task, number(points["questions"], 0), shown, "counts" if counts else "below 10"])
+            shown = format_score(points["score"], *bounds(points))
+            rows.append(
+                [*asked(cell), task, format_number(points["questions"], 0), shown, "counts" if counts else "below 10"]
+            )
             figures = {key: points[key] for key in ("questions", "score", "low", "high")}
             data.append({"benchmark": cell.benchmark, "protocol": cell.protocol, "task": task, **figures,
                          "counts": counts})  # fmt: skip
@@ -54,7 +56,7 @@ def held(done: Mapping[Cell, Result]) -> Table:
     groups: dict[tuple, dict[str, None]] = {}
     for cell, result in sorted(done.items(), key=lambda item: (item[0].benchmark, item[0].protocol, -item[0].value)):
         sizes = tuple(result.summary[key] for key in ("pairs", "pairs_with_prefix", "bytes"))
-        groups.setdefault((*asked(cell), cell.value, *sizes), {})[name(cell.evictor, cell.restored)] = None
+        groups.setdefault((*asked(cell), cell.value, *sizes), {})[name_method(cell.evictor, cell.restored)] = None
     rows = [[title, settings, f"{ratio:g}", ", ".join(names), *(f"{size:,.0f}" for size in sizes)]
             for (title, settings, ratio, *sizes), names in groups.items()]  # fmt: skip
     head = ["benchmark", "settings", "r", "methods", "pairs", "with prefix", "bytes"]

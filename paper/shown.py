@@ -4,17 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from matplotlib.axes import Axes
+
 from paper.experiment import Comparison, Place, Row
 from paper.scores import FAILS, HOLDS, MISSING, NOISE, Judged, Scores, margin, ordered
 from paper.setting import Setting
-from restorekv.evaluation.charts import HUES, INK, MARKERS, Axis, Chart, Level, Line, Mark, Panel, ratio_axis
+from restorekv.evaluation.charts import (
+    HUES,
+    INK,
+    MARKERS,
+    NARROW,
+    Chart,
+    Mark,
+    make_figure,
+    plot_level,
+    plot_line,
+    set_ratio_axis,
+    styled,
+)
 from restorekv.evaluation.grid import FULL
-from restorekv.evaluation.report.page import Block, Points
-from restorekv.evaluation.tables import UNKNOWN, Table, TableCell, TableRow, between, gain, number
-from restorekv.evaluation.tables import score as score_cell
+from restorekv.evaluation.report import Block
+from restorekv.evaluation.tables import (
+    UNKNOWN,
+    Table,
+    format_gain,
+    format_number,
+    format_range,
+)
 
 HERE, PAPER = "here", "paper"
-ABSENT, NOTHING = TableCell("not measured", tone="muted"), TableCell("no counterpart", tone="muted")
+ABSENT = "not measured"
+NOTHING = "no counterpart"
 NOTE = (
     "Points, 0 to 100. Here: the score, ± its sample deviation over seeds where there are several, and below it the "
     "95 % interval, or the difference from {against} with the 95 % interval of that (paired bootstrap over contexts "
@@ -32,9 +52,10 @@ def tables(experiment: Comparison, setting: Setting, scores: Scores, benchmark: 
     for ratio, places in groups.items():
         title = setting.benches[benchmark].shown + (f", r = {ratio:g}" if ratio else "")
         name = f"{experiment.name}-{benchmark}" + (f"-{ratio:g}" if ratio else "")
-        head, rows = (by_place if ratio else by_row)(experiment, scores, places)
+        head, rows, strong = (by_place if ratio else by_row)(experiment, scores, places)
         notes = " ".join(filter(None, (note(experiment), left_out(setting, scores, benchmark))))
-        yield Table(name, f"{experiment.title}: {title}", head, rows, notes, list(figures(experiment, scores, places)))
+        data = list(figures(experiment, scores, places))
+        yield Table(name, f"{experiment.title}: {title}", head, rows, notes, data, strong=strong)
 
 
 def note(experiment: Comparison) -> str:
@@ -57,36 +78,43 @@ def left_out(setting: Setting, scores: Scores, benchmark: str) -> str:
     return " ".join(words)
 
 
-def by_row(experiment: Comparison, scores: Scores, places: Sequence[Place]) -> tuple[list, list[TableRow]]:
-    """Returns head and rows with methods down and ratios across."""
+def by_row(
+    experiment: Comparison, scores: Scores, places: Sequence[Place]
+) -> tuple[list[str], list[list[str]], list[int]]:
+    """Return columns, rows with methods down and ratios across, and the indices of rows that stand out."""
     sources = {place: columns(experiment, [place]) for place in places}
-    head = [
-        [TableCell(""), *(TableCell(f"r = {place.ratio:g}", columns=len(titles)) for place, titles in sources.items())],
-        ["method", *(title for titles in sources.values() for title in titles)],
-    ]
-    rows = []
+    head = ["method"]
+    for place, titles in sources.items():
+        head += [f"r = {place.ratio:g} {title}" for title in titles]
+    rows: list[list[str]] = []
+    strong: list[int] = []
     for name, row in experiment.rows.items():
         values = [
             each for place, titles in sources.items() for each in cells(experiment, scores, name, place)[: len(titles)]
         ]
-        rows.append(TableRow([row.label, *values], strong=name in experiment.against and row.adapter is not None))
-    return head, rows
+        if name in experiment.against and row.adapter is not None:
+            strong.append(len(rows))
+        rows.append([row.label, *values])
+    return head, rows, strong
 
 
-def by_place(experiment: Comparison, scores: Scores, places: Sequence[Place]) -> tuple[list, list[TableRow]]:
-    """Returns head and rows with a benchmark's parts down and methods across."""
+def by_place(
+    experiment: Comparison, scores: Scores, places: Sequence[Place]
+) -> tuple[list[str], list[list[str]], list[int]]:
+    """Return columns, rows with a benchmark's parts down and methods across, and the indices of means."""
     sources = columns(experiment, places)
-    head = [
-        [TableCell(""), *(TableCell(row.label, columns=len(sources)) for row in experiment.rows.values())],
-        ["part", *(title for _ in experiment.rows for title in sources)],
-    ]
-    rows = []
+    head = ["part"]
+    for row in experiment.rows.values():
+        head += [" ".join(dict.fromkeys((row.label, title))) for title in sources]
+    rows: list[list[str]] = []
+    strong: list[int] = []
     for place in places:
         title = place.part or ("Rel., %" if place.relative else "Avg")
         values = [cell for name in experiment.rows for cell in cells(experiment, scores, name, place)]
-        mean = bool(place.parts)
-        rows.append(TableRow([title, *values], strong=mean, rule=mean and not place.relative))
-    return head, rows
+        if place.parts:
+            strong.append(len(rows))
+        rows.append([title, *values])
+    return head, rows, strong
 
 
 def columns(experiment: Comparison, places: Sequence[Place]) -> list[str]:
@@ -96,7 +124,7 @@ def columns(experiment: Comparison, places: Sequence[Place]) -> list[str]:
     return [HERE, *((experiment.backbone, *experiment.backbones) if experiment.backbones else (PAPER,))]
 
 
-def cells(experiment: Comparison, scores: Scores, name: str, place: Place) -> list[TableCell]:
+def cells(experiment: Comparison, scores: Scores, name: str, place: Place) -> list[str]:
     """Returns a row's figures at a place: ours, then the paper's."""
     row, base = experiment.rows[name], experiment.against.get(name)
     values = [measured(experiment, scores, name, place)]
@@ -105,8 +133,9 @@ def cells(experiment: Comparison, scores: Scores, name: str, place: Place) -> li
         other = experiment.rows[base].points(backbone).get(place) if base else None
         small = f"± {row.paper_std[place]:g}" if place in row.paper_std else ""
         if not small and None not in (mine, other):
-            small = number(mine - other, decimals(mine), sign=True)
-        values.append(TableCell(UNKNOWN if mine is None else number(mine, decimals(mine)), small, "note"))
+            small = format_number(mine - other, decimals(mine), sign=True)
+        text = UNKNOWN if mine is None else format_number(mine, decimals(mine))
+        values.append(f"*{text}* ({small})" if small else f"*{text}*")
     return values
 
 
@@ -115,18 +144,19 @@ def decimals(points: float) -> int:
     return 1 if round(points, 1) == points else 2
 
 
-def measured(experiment: Comparison, scores: Scores, name: str, place: Place) -> TableCell:
+def measured(experiment: Comparison, scores: Scores, name: str, place: Place) -> str:
     """Returns our figure."""
     if not scores.has((name, place)):
         asked = (name, place.benchmark, place.ratio) in scores.runs
         return NOTHING if asked and (place.benchmark, place.part) not in scores.tasks else ABSENT
-    mine = score_cell(*margin(scores, {(name, place): 1}))
-    std, base = scores.std(name, place), experiment.against.get(name)
-    text = mine.text if std is None else f"{mine.text} ± {std:.1f}"
+    score, low, high = margin(scores, {(name, place): 1})
+    std = scores.std(name, place)
+    base = experiment.against.get(name)
+    text = format_number(score) if std is None else f"{format_number(score)} ± {std:.1f}"
     if base is None or not scores.has((base, place)):
-        return TableCell(text, mine.small, "full" if experiment.rows[name].evictor == FULL else "")
-    apart = gain(*margin(scores, {(name, place): 1, (base, place): -1}))
-    return TableCell(text, f"{apart.text}, {apart.small}", apart.tone, apart.strong)
+        return f"{text} ({format_range(low, high)})"
+    gain, low, high = margin(scores, {(name, place): 1, (base, place): -1})
+    return f"{text} ({format_gain(gain)}, {format_range(low, high, sign=True)})"
 
 
 def figures(experiment: Comparison, scores: Scores, places: Sequence[Place]) -> Iterator[dict[str, object]]:
@@ -176,36 +206,36 @@ def digits(value: float | None) -> int:
 
 
 def points(value: float | None) -> str:
-    return number(value, digits(value), sign=True)
+    return format_number(value, digits(value), sign=True)
 
 
-def here(claim: Judged) -> TableCell | str:
+def here(claim: Judged) -> str:
     if claim.value is None:
         return UNKNOWN
     if claim.of:
-        return TableCell(f"{claim.value:.0f} of {claim.of}", between(claim.low, claim.high, 0))
-    alone = claim.low == claim.high  # a single measurement
-    return TableCell(points(claim.value), "" if alone else f"{points(claim.low)} to {points(claim.high)}")
+        return f"{claim.value:.0f} of {claim.of} ({format_range(claim.low, claim.high, 0)})"
+    if claim.low == claim.high:  # a single measurement
+        return points(claim.value)
+    return f"{points(claim.value)} ({points(claim.low)} to {points(claim.high)})"
 
 
-SIGNS = {HOLDS: ("✓", "holds"), FAILS: ("✗", "fails"), NOISE: ("○", "open"), MISSING: (UNKNOWN, "muted")}
+SIGNS = {HOLDS: "✓", FAILS: "✗", NOISE: "○", MISSING: UNKNOWN}
 
 
-def judgement(claim: Judged) -> TableCell:
-    sign, tone = SIGNS[claim.verdict]
-    return TableCell(f"{sign} {claim.verdict}", tone=tone)
+def judgement(claim: Judged) -> str:
+    return f"{SIGNS[claim.verdict]} {claim.verdict}"
 
 
-def summed(claims: Sequence[Judged]) -> TableCell | None:
-    """Returns how many claims hold, to stand beside a heading."""
+def summed(claims: Sequence[Judged]) -> str:
+    """Return how many claims hold, to stand next to a heading; nothing without a claim."""
     if not claims:
-        return None
+        return ""
     counts = {kind: sum(claim.verdict == kind for claim in claims) for kind in SIGNS}
     words = {NOISE: NOISE, FAILS: "fail" if counts[FAILS] > 1 else "fails", MISSING: MISSING}
     parts = [f"{counts[HOLDS]} of {len(claims)} claims hold"]
     parts += [f"{counts[kind]} {text}" for kind, text in words.items() if counts[kind]]
     worst = next(kind for kind in (FAILS, MISSING, NOISE, HOLDS) if counts[kind])
-    return TableCell(f"{SIGNS[worst][0]} {', '.join(parts)}", tone=SIGNS[worst][1])
+    return f"{SIGNS[worst]} {', '.join(parts)}"
 
 
 def orders(experiment: Comparison, scores: Scores) -> Iterator[Block]:
@@ -223,9 +253,10 @@ def orders(experiment: Comparison, scores: Scores) -> Iterator[Block]:
             items.append(f"r = {place.ratio:g}: of {total} pairs of rows {kinds}" + (f": {turned}." if turned else "."))
     if items:
         yield "Order of the rows, in the paper and here:"
-        yield Points(items)
+        yield items
 
 
+@styled
 def curves(experiment: Comparison, setting: Setting, scores: Scores) -> Chart:
     """Returns a panel for every benchmark: lines over ratios with their intervals, the full cache dashed."""
     evictors = list(dict.fromkeys(row.evictor for row in experiment.rows.values() if row.evictor != FULL))
@@ -234,27 +265,37 @@ def curves(experiment: Comparison, setting: Setting, scores: Scores) -> Chart:
     }
     benchmarks = list(dict.fromkeys(place.benchmark for place in experiment.places))
     titles = [setting.benches[key].shown for key in benchmarks]
-    panels = [panel(experiment, scores, marks, key, title) for key, title in zip(benchmarks, titles, strict=True)]
+    figure, panels = make_figure([(title, NARROW, 3.0) for title in titles])
+    for axes, key in zip(panels, benchmarks, strict=True):
+        draw_curves(axes, experiment, scores, marks, key)
     return Chart(
-        f"{experiment.name}-chart", f"{experiment.title} ({setting.model})", panels,
-        f"Scores in points against the ratio of pairs kept: {', '.join(titles)}",
-        list(figures(experiment, scores, experiment.places)), "Bands and bars: 95 % bootstrap intervals over contexts.",
-    )  # fmt: skip
+        name=f"{experiment.name}-chart",
+        title=f"{experiment.title} ({setting.model})",
+        figure=figure,
+        alt=f"Scores in points against the ratio of pairs kept: {', '.join(titles)}",
+        note="Bands and bars: 95 % bootstrap intervals over contexts.",
+        figures=list(figures(experiment, scores, experiment.places)),
+    )
 
 
 def mark(row: Row, turn: int) -> Mark:
-    """Returns one hue for each evictor: dashed and hollow alone, solid and filled restored."""
-    return Mark(row.label, HUES[turn], MARKERS[turn], dashed=row.adapter is None, hollow=row.adapter is None)
+    """Return one hue for each evictor: dashed and hollow alone, solid and filled restored."""
+    alone = row.adapter is None
+    return Mark(row.label, HUES[turn], MARKERS[turn], dashed=alone, hollow=alone)
 
 
-def panel(experiment: Comparison, scores: Scores, marks: Mapping[str, Mark], benchmark: str, title: str) -> Panel:
+def draw_curves(axes: Axes, experiment: Comparison, scores: Scores, marks: Mapping[str, Mark], benchmark: str) -> None:
+    """Draw the scores of one benchmark against ratio."""
     places = [place for place in experiment.places if place.benchmark == benchmark]
-    content: list[Line | Level] = []
-    for name, look in marks.items():
-        known = [place for place in places if scores.has((name, place))]
-        if known:
-            middle, low, high = zip(*(margin(scores, {(name, place): 1}) for place in known), strict=True)
-            content.append(Line(look, [place.ratio for place in known], middle, (low, high)))
+    known = {name: [place for place in places if scores.has((name, place))] for name in marks}
+    lines = sum(bool(own) for own in known.values())
+    for name, own in known.items():
+        if own:
+            found = [margin(scores, {(name, place): 1}) for place in own]
+            interval = [low for _, low, _ in found], [high for _, _, high in found]
+            ratios = [place.ratio for place in own]
+            plot_line(axes, marks[name], ratios, [middle for middle, _, _ in found], interval, bars=lines > 2)
     if scores.full in experiment.rows and scores.has((scores.full, places[0])):
-        content.append(Level(Mark("full cache", INK, dashed=True), scores.points(scores.full, places[0])))
-    return Panel(content, ratio_axis([place.ratio for place in places]), Axis("score (points)"), title)
+        plot_level(axes, Mark("full cache", INK, dashed=True), scores.points(scores.full, places[0]))
+    set_ratio_axis(axes, {place.ratio for place in places})
+    axes.set_ylabel("score (points)")

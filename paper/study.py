@@ -9,7 +9,7 @@ from pathlib import Path
 
 from paper.scores import Judged
 from paper.setting import Setting
-from restorekv.evaluation.report.page import Block
+from restorekv.evaluation.report import Block
 
 Tell = Callable[[int, int], None]
 

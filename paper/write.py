@@ -18,11 +18,10 @@ from paper.setting import Setting
 from paper.study import Study
 from restorekv.evaluation.charts import Chart
 from restorekv.evaluation.grid import FULL, Cell
-from restorekv.evaluation.report import page
-from restorekv.evaluation.report.page import Block, Points, Section
+from restorekv.evaluation.report import Block, Section, write_page
 from restorekv.evaluation.results import Result
 from restorekv.evaluation.stats import resamples
-from restorekv.evaluation.tables import Table, name
+from restorekv.evaluation.tables import Table, name_method
 from restorekv.files import replacing, write_json
 
 SUBTITLE = "arXiv 2608.01247, table by table, beside the paper's own figures"
@@ -53,7 +52,7 @@ def write(experiments: Sequence[Experiment], setting: Setting, done: Done, out: 
     with_what = record.made_with(command)
     intro = [*introduction(setting, results, claims), *record.sentence(with_what)]
     title = f"The paper's tables and figures on {the_model(setting)}"
-    index = page.write(out / "report", title, sections, intro, SUBTITLE)
+    index = write_page(out / "report", title, sections, intro, SUBTITLE)
     with replacing(index.parent / "paper.md") as path:
         path.write_text(markdown(title, intro, sections), encoding="utf-8")
     finished = [result for result in results.values() if result.done]
@@ -104,7 +103,7 @@ def framed(
     place = f"{experiment.label} in the paper's source." if experiment.label else ""
     intro = " ".join(filter(None, (place, experiment.note, *standing, seeds)))
     lacking = [*plan.missing(experiment, setting), *plan.unreachable(experiment, setting, failed)]
-    blocks = [*blocks, *(["Not measured:", Points(lacking)] if lacking else [])]
+    blocks = [*blocks, *(["Not measured:", lacking] if lacking else [])]
     title = f"{experiment.number}: {experiment.title}" if experiment.number else experiment.title
     return Section(title, intro, blocks, shown.summed(claims))
 
@@ -113,7 +112,7 @@ def shown_study(experiment: Study, setting: Setting, out: Path) -> tuple[list[Bl
     """Returns the blocks, claims and figures of an analysis or of facts."""
     blocks, claims = experiment.show(setting, out)
     blocks = [*blocks, *([shown.claims(experiment.name, claims)] if claims else [])]
-    data = [dict(row) for block in blocks if isinstance(block, (Table, Chart)) for row in block.data]
+    data = [dict(row) for block in blocks if isinstance(block, (Table, Chart)) for row in block.figures]
     return blocks, list(claims), {"rows": data}
 
 
@@ -170,7 +169,7 @@ def ways(compressed: Mapping[Cell, Mapping]) -> str:
         policy = "kept beside the budget" if facts["prefix_policy"] == "free" else "counted in the budget"
         asked = facts["benchmark"]["title"]
         if cell.prefix_policy:
-            asked += f" with {name(cell.evictor, cell.restored)}"
+            asked += f" with {name_method(cell.evictor, cell.restored)}"
         asked_under.setdefault(f"{facts['protocol']['name']} protocol, chat prefix {policy}", {})[asked] = None
     if len(asked_under) == 1:
         return next(iter(asked_under))

@@ -11,7 +11,7 @@ ROOMS = (  # each imports only from itself and from those before it
     "restorekv.errors", "restorekv.spec", "restorekv.bounds", "restorekv.files", "restorekv.seal", "restorekv.cache",
     "restorekv.model.attention", "restorekv.model", "restorekv.evictors", "restorekv.restore", "restorekv.compression",
     "restorekv.vllm", "restorekv.serve", "restorekv.tiny", "restorekv.data", "restorekv.train", "restorekv.tasks",
-    "restorekv.evaluation", "restorekv.evaluation.analysis", "restorekv.evaluation.report", "restorekv.cli",
+    "restorekv.evaluation", "restorekv.cli",
     "restorekv.__main__", "benchmarks", "paper",
 )  # fmt: skip
 TOP, LOOSE = 14, 7  # rooms (the library's twelve, vllm/ and serve/) and loose files that one sees in the package

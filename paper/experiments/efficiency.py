@@ -12,9 +12,9 @@ from paper.study import Study, Tell, read
 from restorekv.compression.eviction import shipped_adapter
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.evaluation import protocols
-from restorekv.evaluation.analysis.run import label_of
-from restorekv.evaluation.report.page import Block
-from restorekv.evaluation.tables import Table, name, number
+from restorekv.evaluation.report import Block
+from restorekv.evaluation.results import make_label
+from restorekv.evaluation.tables import Table, format_number, name_method
 from restorekv.model.load import load_model
 
 LATENCY = {1.0: (0.457, 4.20), 0.05: (0.253, 0.20)}  # r: milliseconds a layer, GB of cache
@@ -48,7 +48,7 @@ def measure(setting: Setting, out: Path, tell: Tell) -> None:
 def label(setting: Setting) -> str:
     """Of the file; figures with adapters of random weights are not in the way of later ones."""
     lacking = [scorer for scorer in cost.SCORERS if not shipped_adapter(setting.model, scorer)]
-    return label_of(setting.model, setting.setup.device, *(["without", *lacking] if lacking else []))
+    return make_label(setting.model, setting.setup.device, *(["without", *lacking] if lacking else []))
 
 
 def show(setting: Setting, out: Path) -> tuple[list[Block], list[Judged]]:
@@ -56,7 +56,7 @@ def show(setting: Setting, out: Path) -> tuple[list[Block], list[Judged]]:
     found = read(out / cost.FOLDER / f"{label(setting)}.json")
     if found is None:
         return ["Not measured yet."], []
-    short = label_of(setting.model, setting.setup.device)
+    short = make_label(setting.model, setting.setup.device)
     drawn = {**found, "name": short, "label": short}
     return [charts.compression(drawn), compression(found), charts.latency(drawn), attention(found)], claims(found)
 
@@ -69,12 +69,12 @@ def compression(found: dict) -> Table:
         peak, share = more["peak"], more["peak_share"]
         seconds = (f"{totals[evictor, False]:.2f}", f"{more['seconds']:.3f}", f"{100 * more['share']:.1f}")
         memory = (None, None) if peak is None else (peak / 1e6, 100 * share)
-        lines.append([name(evictor, False), *seconds, *(number(value, 1, True) for value in memory)])
+        lines.append([name_method(evictor, False), *seconds, *(format_number(value, 1, True) for value in memory)])
     lines.append(["paper: any scorer", "", "0.03 to 0.04", "0.5", "+84", "+0.4"])
     head = ["scorer", "compression, s", "restore pass, s", "its share, %", "peak memory, MB", "its share, %"]
     note = f"{facts['machine']}, {facts['device']}, {counted(facts['threads'], 'thread')}; {facts['tokens']:,} tokens. "
     note += f"Peak: {found['definitions']['peak']}."
-    drawn = [name(row["evictor"], False) for row in found["compression"] if row["adapter"] == "random"]
+    drawn = [name_method(row["evictor"], False) for row in found["compression"] if row["adapter"] == "random"]
     note += f" The adapters of {', '.join(drawn)} have random weights." if drawn else ""
     return Table("efficiency-compression", "(a) Compression with and without the restore pass", head, lines, note)
 

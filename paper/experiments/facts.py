@@ -14,7 +14,7 @@ from paper.scores import Judged
 from paper.setting import Setting
 from paper.study import Study
 from restorekv import tasks
-from restorekv.evaluation.report.page import Block
+from restorekv.evaluation.report import Block
 from restorekv.evaluation.tables import Table
 
 ENVIRONMENT = {

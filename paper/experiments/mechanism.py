@@ -8,6 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from paper.analysis.attention_mass import profile_divergence
+from paper.analysis.case import DocumentFigures
+from paper.analysis.page import shade_gain
+from paper.analysis.run import FOLDER, analyze
 from paper.scores import MISSING, Judged, verdict
 from paper.setting import Setting
 from paper.study import Study, Tell, read
@@ -15,13 +19,10 @@ from restorekv import tasks
 from restorekv.compression.eviction import load_adapter, make_compressor
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.evaluation import protocols
-from restorekv.evaluation.analysis.attention_mass import profile_divergence
-from restorekv.evaluation.analysis.case import DocumentFigures
-from restorekv.evaluation.analysis.run import FOLDER, analyze, label_of
-from restorekv.evaluation.charts import BLUE, INK, SKY, Area, Axis, Chart, Line, Mark, Panel
-from restorekv.evaluation.report.page import Block
-from restorekv.evaluation.results import complete_lines
-from restorekv.evaluation.tables import Table, number
+from restorekv.evaluation.charts import BLUE, INK, NARROW, SKY, Chart, Mark, make_figure, plot_line, set_ticks, styled
+from restorekv.evaluation.report import Block
+from restorekv.evaluation.results import complete_lines, make_label
+from restorekv.evaluation.tables import Table, format_number
 from restorekv.model.load import load_model
 from restorekv.tasks import Benchmark
 
@@ -76,7 +77,7 @@ def documents(setting: Setting) -> Benchmark:
 def label(setting: Setting) -> str:
     """Of the analysis's files; those without an adapter are not in the way of later ones."""
     alone = () if setting.of_evictor(EVICTOR, EVICTOR) else ("alone",)
-    return label_of(setting.model, EVICTOR, str(documents(setting).count), *alone)
+    return make_label(setting.model, EVICTOR, str(documents(setting).count), *alone)
 
 
 def show(setting: Setting, out: Path) -> tuple[list[Block], list[Judged]]:
@@ -91,34 +92,39 @@ def show(setting: Setting, out: Path) -> tuple[list[Block], list[Judged]]:
     return blocks, claims(pool(out, attention["label"], "attention"), pool(out, attention["label"], "divergence"))
 
 
+@styled
 def profile(setting: Setting, found: dict, caches: dict) -> Chart:
-    """Mass by layer; what comes back is shaded."""
+    """Return the mass on the context by layer; what comes back is shaded."""
     layers = range(1, len(caches["full"]["context"]) + 1)
     shares = {name: [100 * mass for mass in cache["context"]] for name, cache in caches.items()}
-
-    content: list[Line | Area] = [Line(LOOKS[name], layers, values) for name, values in shares.items()]
+    figure, (axes,) = make_figure([("", NARROW, 3.0)])
+    for name, values in shares.items():
+        plot_line(axes, LOOKS[name], layers, values)
     if "restored" in shares:
-        content.append(Area(Mark("brought back", SKY), layers, shares["base"], shares["restored"]))
-    ticks = layers if len(layers) < 13 else [*range(4, len(layers) + 1, 4)]
-    panel = Panel(content, Axis("layer", ticks=ticks), Axis("attention on the context (%)"))
-    data = [{"layer": layer, **{name: values[layer - 1] for name, values in shares.items()}} for layer in layers]
-    alt = "Attention of the last question token on non-sink context by layer: full, evicted and restored cache"
-    title = f"Attention on the context by layer ({setting.model})"
-    note = f"{found['documents']} documents, {found['questions']} questions. Shaded: what comes back."
-    return Chart("mechanism-chart", title, [panel], alt, data, note)
+        shade_gain(axes, layers, shares["base"], shares["restored"], "brought back", SKY)
+    axes.set(xlabel="layer", ylabel="attention on the context (%)")
+    set_ticks(axes, layers if len(layers) < 13 else range(4, len(layers) + 1, 4))
+    return Chart(
+        name="mechanism-chart",
+        title=f"Attention on the context by layer ({setting.model})",
+        figure=figure,
+        alt="Attention of the last question token on non-sink context by layer: full, evicted and restored cache",
+        note=f"{found['documents']} documents, {found['questions']} questions. Shaded: what comes back.",
+        figures=[{"layer": layer, **{name: values[layer - 1] for name, values in shares.items()}} for layer in layers],
+    )
 
 
 def averages(found: dict, caches: dict, told: dict) -> Table:
     lines = []
     for name, cache in caches.items():
         here = [
-            number(100 * cache["average"]["context"], 2),
+            format_number(100 * cache["average"]["context"], 2),
             f"{cache['layers_below']} of {len(cache['context'])}",
-            number(cache.get("kl_profile_backward"), 3) if name != "full" else "",
-            number(told[name]["first"]["forward"], 2) if name != "full" else "",
+            format_number(cache.get("kl_profile_backward"), 3) if name != "full" else "",
+            format_number(told[name]["first"]["forward"], 2) if name != "full" else "",
         ]
         paired = [text for pair in zip(here, PAPER[name], strict=True) for text in pair]
-        lines.append([LABELS[name], *paired, number(100 * cache["average"]["restore"], 2)])
+        lines.append([LABELS[name], *paired, format_number(100 * cache["average"]["restore"], 2)])
     note = "Context mass: attention on context pairs beyond the sinks; restore mass: on the restore states. Both of "
     note += found["definitions"]["query"] + "."
     titles = ["context mass, %", "layers below 0.1 %", "KL of the layer profile, nats", "KL of predictions, nats"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from paper.experiment import THREE, Comparison, Row, above, at, places, ruler
 from paper.experiments.common import BASE, FULL, base, whole, with_more
 from paper.setting import Setting
-from restorekv.evaluation.tables import name
+from restorekv.evaluation.tables import name_method
 
 WHERE = places("ruler", THREE)
 
@@ -13,8 +13,8 @@ WHERE = places("ruler", THREE)
 def experiment(setting: Setting) -> Comparison:
     """The inference evictor is the settings'; the training evictor is the same or another: SnapKV, or KVzip for it."""
     used, tight = setting.settings.evictor, ruler(0.05)
-    own, other = name(used, False), "kvzip" if used == "snapkv" else "snapkv"
-    label = f"trained on {name(other, False)}, used with {own}"
+    own, other = name_method(used, False), "kvzip" if used == "snapkv" else "snapkv"
+    label = f"trained on {name_method(other, False)}, used with {own}"
     return Comparison(
         name="mismatch",
         number="Table C",

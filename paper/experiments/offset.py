@@ -5,7 +5,7 @@ from __future__ import annotations
 from paper.experiment import THREE, Claim, Comparison, Row, above, at, places, ruler
 from paper.experiments.common import BASE, FULL, base, whole, with_more
 from paper.setting import Setting
-from restorekv.evaluation.tables import name
+from restorekv.evaluation.tables import name_method
 
 WHERE = places("ruler", THREE)
 
@@ -13,7 +13,7 @@ WHERE = places("ruler", THREE)
 def experiment(setting: Setting) -> Comparison:
     """The offset is as many positions as the settings have restore tokens (the paper's 8)."""
     n, evictor, tight = setting.settings.restore_tokens, setting.settings.evictor, ruler(0.05)
-    label = f"{name(evictor, False)}, questions {n} positions later, no restore states"
+    label = f"{name_method(evictor, False)}, questions {n} positions later, no restore states"
     few = {("offset", tight): -1, ("base", tight): 0.9, ("full", tight): 0.1}
     return Comparison(
         name="offset",

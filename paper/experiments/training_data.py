@@ -12,7 +12,7 @@ from paper.setting import Setting
 from paper.study import Study
 from restorekv.data.mixture import read_mixture
 from restorekv.data.table import figures
-from restorekv.evaluation.report.page import Block
+from restorekv.evaluation.report import Block
 from restorekv.evaluation.tables import Table
 from restorekv.model.load import bundled_path
 

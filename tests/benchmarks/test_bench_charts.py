@@ -17,8 +17,8 @@ from benchmarks.__main__ import execute
 from benchmarks.chart_memory import slope
 from benchmarks.chart_texts import apart
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation import draw
-from restorekv.evaluation.charts import NARROW, STYLE, Panel
+from restorekv.evaluation import charts
+from restorekv.evaluation.charts import NARROW, STYLE, WIDE, make_figure
 
 MODEL = {"parameters": 596e6, "dtype": "bfloat16", "num_hidden_layers": 28}
 MACHINE = {"processor": "AMD EPYC, 2 cores", "threads": 1}
@@ -178,7 +178,7 @@ def test_no_text_lies_on_another_or_is_cut(kind, monkeypatch):
     monkeypatch.setattr(Text, "draw", lambda self, *given: texts.append(self) or draw_text(self, *given))
     result = SHOWN[kind][0] if kind in SHOWN else alone()
     with rc_context(STYLE):
-        figure = draw.figure(measured.chart_of(Path("2026-11-21-name.json"), result))
+        figure = measured.chart_of(Path("2026-11-21-name.json"), result).composed
         figure.canvas.draw()
         boxes = [(text.get_text(), text.get_window_extent()) for text in texts if text.get_text().strip()]
     assert len(boxes) > 8
@@ -269,7 +269,7 @@ def test_the_command_reads_the_stored_results(tmp_path, monkeypatch, capsys):
     made = sorted(path.name for path in (tmp_path / "docs" / "charts").iterdir())
     assert made == ["2026-11-21-scorers.png", "2026-11-21-scorers.svg"]
     height, width, _ = imread(tmp_path / "docs" / "charts" / made[0]).shape
-    assert width == round(7.4 * draw.DPI) and height > 200
+    assert width == round(7.4 * charts.DPI) and height > 200
     assert "Wrote docs/charts/2026-11-21-scorers.svg" in capsys.readouterr().out
     assert execute(["charts", "nowhere.json"]) == 1
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
@@ -287,13 +287,6 @@ def test_the_slope_is_the_exponent():
 
 
 def test_panels_fill_rows():
-    wide, narrow = Panel([], width=7.4), Panel([], width=NARROW)
-    assert [len(row) for row in draw.in_rows([wide, narrow, narrow, narrow])] == [1, 2, 1]
-
-
-def test_a_legend_takes_as_many_columns_as_fit():
-    def columns(*labels):
-        return draw.legend_columns(labels)
-
-    assert columns("a", "b", "c") == 3 and columns(*"abc", "d" * 100) == 1
-    assert columns() == columns("a") == 1 and columns(*["w" * 30] * 4) == 2
+    _, axes = make_figure([("", width, 3.0) for width in (WIDE, NARROW, NARROW, NARROW)])
+    heights = [round(each.get_position().y0, 3) for each in axes]
+    assert heights[0] > heights[1] == heights[2] > heights[3]

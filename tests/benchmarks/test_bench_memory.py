@@ -8,7 +8,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks import accuracy
-from benchmarks.markdown import markdown as table_rows
 from benchmarks.memory import Options, growth, measure, run
 from benchmarks.memory_on_paper import LENGTHS, MODELS, PART, table
 from benchmarks.memory_table import bound, markdown, seconds_table
@@ -75,7 +74,7 @@ def test_growth_of_texts_that_share_a_phase():
     rows = [{"tokens": t, "mode": "streaming", "phases": part if t > 10 else plain} for t in (10, 20, 40)]
     found = growth(rows)["streaming"]
     assert found == {"score": [], "restore": [], "part": [0.0]}
-    lines = table_rows(seconds_table("streaming", rows, found)).splitlines()
+    lines = seconds_table("streaming", rows, found).to_markdown().splitlines()
     assert "| score | 2.00 |  |  |  |" in lines and "| part |  | 2.00 | 2.00 | 0.00 |" in lines
     assert "| restore pass, share of all | 50.00% |  |  |  |" in lines
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from restorekv.cli import ALIASES, COMMANDS
+from restorekv.cli import COMMANDS
 from restorekv.model import gguf
 from tests.helpers.cli_world import cli
 from tests.helpers.pages import ROOT, WRITTEN, Command, blocks, commands, prose
@@ -73,7 +73,7 @@ def test_a_printed_command_has_the_flags_it_shows(page, command, monkeypatch):
         assert_flags(help_of(*path), words[len(path) :])
     elif program == "restorekv":
         assert_flags(help_of(), words)
-    elif program in ("benchmarks", "paper"):
+    elif program in ("benchmarks", "paper", "paper.analysis"):
         assert_flags(help_of(program, *words[: program == "benchmarks"]), words)
     elif program == "python":
         assert (ROOT / words[0]).exists()
@@ -112,7 +112,7 @@ def test_the_readme_runs_on_smollm2(elsewhere, capsys):
 def test_commands_in_sentences_exist(page):
     text = "\n".join(prose(page))
     assert set(re.findall(r"`make ([\w-]+)", text)) <= TARGETS
-    known = {*COMMANDS, *ALIASES, *("bench", "paper")} if page.name == "CHANGELOG.md" else {*COMMANDS, *ALIASES}
+    known = {*COMMANDS, "bench", "paper", "analyse", "analyze"} if page.name == "CHANGELOG.md" else {*COMMANDS}
     assert set(re.findall(r"`restorekv ([a-z][\w-]*)", text)) <= known
 
 

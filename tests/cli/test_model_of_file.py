@@ -83,7 +83,7 @@ def test_inspect_with_a_model_that_the_user_names_runs_no_code(place):
     "command",
     [["compress", "more.txt", "-o", "o.rkv"], ["train", "--out", "run", "--steps", "1"],
      ["train-gate", "--out", "gate.safetensors"], ["data", "build", "--out", "data"], ["serve", "--port", "0"],
-     ["eval", "--out", "results"], ["analyze", "--out", "results"], ["demo"], ["convert-gate", "x", "-o", "gate"]],
+     ["eval", "--out", "results"], ["demo"], ["convert-gate", "x", "-o", "gate"]],
     ids=lambda command: command[0],
 )  # fmt: skip
 def test_other_commands_run_no_code_of_a_model(place, command):

@@ -13,7 +13,8 @@ from restorekv import compress, tasks
 from restorekv.compression.generate import answer_ids
 from restorekv.evaluation import results, worker
 from restorekv.evaluation.fidelity import FIGURES, summarized
-from restorekv.evaluation.report.build import terminal
+from restorekv.evaluation.frame import GridResults
+from restorekv.evaluation.grid_tables import tables_of
 from restorekv.evaluation.rows import payload, rows
 from restorekv.evaluation.run import run
 from restorekv.model.load import load_model
@@ -145,14 +146,15 @@ def test_every_token_weighs_alike():
 
 def test_cells_answered_before_fidelity_was_recorded_still_load(world, tmp_path):
     done = run(grid(str(world / "model"), "plain", ratios=("0.5",)), tmp_path)
-    assert any("fidelity" in table.name for table in terminal(done)) and "kl" in json.dumps(payload(done))
+    assert any("KL" in table.columns for table in tables_of(GridResults(done))) and "kl" in json.dumps(payload(done))
     for result in done:
         answers, summary = result.folder / results.ANSWERS, result.folder / results.SUMMARY
         answers.write_text("".join(json.dumps(stripped(line)) + "\n" for line in result.lines))
         summary.write_text(json.dumps(stripped(result.summary)))
     old = results.load(tmp_path)
     assert all(row[key] is None for row in rows(old) for key in FIGURES)
-    assert [table.name.partition("-")[0] for table in terminal(old)] == ["scores", "kept"]
+    scores, held = tables_of(GridResults(old))
+    assert "KL" not in scores.columns and "bytes" in held.columns
 
 
 def stripped(value):

@@ -8,8 +8,9 @@ from math import floor
 import pytest
 
 from restorekv import tasks
+from restorekv.evaluation.frame import GridResults
 from restorekv.evaluation.grid import Cell, Grid
-from restorekv.evaluation.report.build import terminal
+from restorekv.evaluation.grid_tables import tables_of
 from restorekv.evaluation.results import SUMMARY, opened
 from restorekv.evaluation.rows import payload, rows, summary
 from restorekv.evaluation.run import run
@@ -68,8 +69,8 @@ def test_rows_report_what_the_caches_held(world, tmp_path, policy):
             assert all("gain" in group for group in row["groups"].values())
         else:
             assert "gain" not in row
-    scores, *_, held = terminal(results)
-    assert len(scores.rows) == 4 and len(held.rows) == 7
+    scores, held = tables_of(GridResults(results))
+    assert len(scores.rows) == 7 and len(held.rows) == 7
     told = json.loads(json.dumps(payload(results)))
     assert {cell["prefix_policy"] for name, cell in told["facts"].items() if "_full_" not in name} == {policy}
 
@@ -98,10 +99,10 @@ def test_adapters_of_one_evictor_are_told_apart(world, tmp_path):
     methods = [("kvzip", str(world / name)) for name in ("adapter", "other/adapter")]
     results, _ = measured(world, tmp_path, methods, ("0.4",))
     assert len(results) == 4 and [row["restored"] for row in rows(results)] == [False, False, True, True]
-    table = terminal(results)[0]
-    assert len(table.rows) == 4 and len({str(row.cells[0]) for row in table.rows}) == 4
-    table = terminal(measured(world, tmp_path, methods[:1], ("0.4",), restore_tokens=1)[0])[0]
-    assert "n = 1" in table.rows[-1].cells[0]
+    table = tables_of(GridResults(results))[0]
+    assert len(table.rows) == 4 and len({row[0] for row in table.rows}) == 4
+    few, _ = measured(world, tmp_path, methods[:1], ("0.4",), restore_tokens=1)
+    assert "n = 1" in tables_of(GridResults(few))[0].rows[-1][0]
 
 
 def test_a_cell_that_runs_is_no_figure(world, tmp_path):
@@ -109,8 +110,8 @@ def test_a_cell_that_runs_is_no_figure(world, tmp_path):
     (results[1].folder / "summary.json").unlink()
     left = [type(result)(result.folder, result.cell, result.facts) for result in results]
     assert len(rows(left)) == 4 and sum("gain" in row for row in rows(left)) == 1
-    table = terminal(left)[0]
-    assert any(cell.text.startswith("running") for row in table.rows for cell in row.cells[1:])
+    table = tables_of(GridResults(left))[0]
+    assert any(text.startswith("running") for row in table.rows for text in row)
 
 
 def by_hand(folder, cell, means):
@@ -153,10 +154,12 @@ def test_a_task_with_nothing_to_lose_is_shown_and_left_out_of_means(tmp_path, mo
     assert found["base"].summary["score"] == pytest.approx(100 * 1.3 / 3), "a cell alone does not know the full cache"
     alone = rows([found["base"]])[0]
     assert alone["score"] == pytest.approx(100 * 1.3 / 3) and alone["left_out"] == []
-    scores, metrics, *_ = terminal(list(found.values()))
-    assert "below 10: b." in scores.note and [row["half"] for row in metrics.data] == pytest.approx([30, 10, 22.5])
-    assert scores.data[1]["recovered"] == pytest.approx(25 / 40)
+    scores, _ = tables_of(GridResults(list(found.values())))
+    halves = [row["metric half"] for row in scores.figures]
+    assert "below 10: b." in scores.note and halves == pytest.approx([30, 10, 22.5])
+    assert scores.columns[-1] == "half" and [row[-1] for row in scores.rows] == ["30.0", "10.0", "22.5"]
+    assert scores.figures[2]["recovered"] == pytest.approx(25 / 40)
     hopeless = [by_hand(tmp_path / "none", result.cell, {"a": 0.09, "b": 0.0}) for result in found.values()]
     below = rows(hopeless)
     assert below[0]["score"] == pytest.approx(4.5) and below[0]["left_out"] == ["a", "b"]
-    assert "nothing to lose" in terminal(hopeless)[0].note
+    assert "nothing to lose" in tables_of(GridResults(hopeless))[0].note

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.report.scores import count
+from restorekv.evaluation.grid_tables import count_gains
 from restorekv.evaluation.stats import FEW, Answer, bounds, compared, family_means, interval, mean_score
 
 
@@ -56,4 +56,6 @@ def test_few_contexts_have_no_interval_to_show():
         found = compared(mine, base)
         assert found["contexts"] == contexts
         assert (bounds(found) == bounds(found, "gain_") == (None, None)) == (contexts < FEW)
-        assert count([found]).startswith(f"1 of 1 paired cells improve, {int(contexts == FEW)} of them with")
+        assert count_gains([{**found, "kind": "all"}]).startswith(
+            f"1 of 1 paired cells improve, {int(contexts == FEW)} of them with"
+        )

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 import benchmarks.__main__
 import paper.__main__
+import paper.analysis.__main__
 from restorekv.cli import execute
 from restorekv.compression.compressor import compress
 from restorekv.restore.adapter import RestoreAdapter
@@ -18,7 +19,11 @@ from tests.helpers.models import build_model
 
 TEXT = "the code of the red house is seven; who lives in the blue house? " * 6
 QUESTION = "who lives in the red house?"
-PROGRAMS = {"paper": paper.__main__.execute, "benchmarks": benchmarks.__main__.execute}
+PROGRAMS = {
+    "paper": paper.__main__.execute,
+    "paper.analysis": paper.analysis.__main__.execute,
+    "benchmarks": benchmarks.__main__.execute,
+}
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,6 @@ def base(world: World, tmp: Path) -> dict[str, Words]:
         "data build": ["data", "build", "--out", tmp / "data", *model],
         "data show": ["data", "show", tmp / "data"],
         "eval": ["eval", *model, "--count", 1, "--out", tmp / "run"],
-        "analyze": ["analyze", *model, "--out", tmp / "run"],
         "report": ["report", tmp / "run"],
         "convert-gate": ["convert-gate", tmp / "no.pt", *model, "-o", tmp / "gate"],
         "push": ["push", world.adapter, "owner/name", "--dry-run"],
@@ -149,10 +148,6 @@ VALUES = {
         ("--benchmark", "bundled:split="), ("--count", 0), ("--max-context", 1), ("--max-context", -1),
         ("--workers", 0), ("--seed", DIGITS), ("--evictor", "kvzip@" + BROKEN), ("--storage", "int3"),
         ("--device", "meta"), ("--offset", 2**62), ("--streaming", 0),
-    ),
-    "analyze": (
-        ("--what", "nothing"), ("--what", ""), ("--what", BROKEN), ("--ratio", 7), ("--evictor", "am-fast"),
-        ("--what", "efficiency"), ("--device", "meta"),
     ),
     "report": (
         ("--out", "/proc/x"),

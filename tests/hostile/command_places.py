@@ -95,7 +95,7 @@ OUTPUTS: dict[str, tuple[str, str]] = {
     "prefix": ("export", "--output"), "picture": ("inspect", "--plot"),
     "figures of inspect": ("inspect", "--json"), "run": ("train", "--out"),
     "gate": ("train-gate", "--out"), "converted gate": ("convert-gate", "--output"), "rows": ("eval", "--json"),
-    "evaluation": ("eval", "--out"), "mixture": ("data build", "--out"), "analysis": ("analyze", "--out"),
+    "evaluation": ("eval", "--out"), "mixture": ("data build", "--out"),
     "demo": ("demo", "--json"),
 }  # fmt: skip
 TARGETS = {

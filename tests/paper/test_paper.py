@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from paper import plan
+from paper.analysis.case import DocumentFigures
 from paper.experiment import Comparison, Most, Place
 from paper.experiments import EXPERIMENTS, FURTHER, chosen, facts, mechanism
 from paper.experiments.methods import METHODS, restored
@@ -15,7 +16,6 @@ from paper.setting import backbone, bundled
 from paper.study import Study
 from paper.write import introduction
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.analysis.case import DocumentFigures
 from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.run import check
 from restorekv.model.load import bundled_path
@@ -236,15 +236,15 @@ def test_mistakes_are_told(tmp_path, setting):
 def test_training_data_has_the_papers_rows(setting, tmp_path):
     assert bundled_path("mixture.json").exists()
     (table,), claims = experiments(setting)["training-data"].show(setting, tmp_path)
-    assert [row.cells[0] for row in table.rows] == ["LongAlpaca", "PG-19", "Tulu-3 FLAN", "Total"]
-    assert [row.cells[2] for row in table.rows] == ["2,488", "2,260", "1,500", "6,248"] and not claims
+    assert [row[0] for row in table.rows] == ["LongAlpaca", "PG-19", "Tulu-3 FLAN", "Total"]
+    assert [row[2] for row in table.rows] == ["2,488", "2,260", "1,500", "6,248"] and not claims
 
 
 def test_metrics_and_machine(setting, tmp_path):
     (metrics,), _ = facts.measures(setting, tmp_path)
-    assert len(metrics.rows) == 6 and all("letter or token F1" in row.cells[1] for row in metrics.rows)
+    assert len(metrics.rows) == 6 and all("letter or token F1" in row[1] for row in metrics.rows)
     (machine,), _ = facts.machine(setting, tmp_path)
-    assert machine.rows[4].cells[2] == "PyTorch 2.8.0 (CUDA 12.8)"
+    assert machine.rows[4][2] == "PyTorch 2.8.0 (CUDA 12.8)"
 
 
 def test_what_is_not_measured_is_said(setting, tmp_path):

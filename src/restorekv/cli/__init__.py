@@ -43,14 +43,12 @@ COMMANDS: dict[str, tuple[str, ...]] = {  # name: module, help, panel of `restor
     "demo": ("restorekv.cli.demo", "Compare a full cache with small ones on SmolLM2 and short stories.", USE),
     "eval": ("restorekv.cli.eval", "Score evictors on benchmarks, with and without restoring.", MEASURE),
     "report": ("restorekv.cli.eval:report", "Write the results of a folder as one page of tables and charts.", MEASURE),
-    "analyze": ("restorekv.cli.analyze", "Show what eviction changes in attention and predictions.", MEASURE),
     "data": ("restorekv.cli.data", "Build or show training data: documents, questions, the model's answers.", TRAIN),
     "train": ("restorekv.cli.train", "Train a restore adapter by self-distillation.", TRAIN),
     "train-gate": ("restorekv.cli.gate:train", "Train a learned scorer for the evictors fastkvzip and kvzap.", TRAIN),
     "convert-gate": ("restorekv.cli.gate:convert", "Convert a published gate of Fast KVzip or KVzap.", TRAIN),
     "push": ("restorekv.cli.push", "Publish a restore adapter on the Hugging Face Hub.", TRAIN),
 }
-ALIASES = {"analyse": "analyze"}
 
 
 class Commands(TyperGroup):
@@ -107,7 +105,7 @@ def main(args: Sequence[str] | None = None) -> None:
 def execute(args: list[str]) -> int:
     """Runs one command of restorekv and returns its exit code."""
     name, *rest = args or ["--help"]
-    return invoke(typer.main.get_command(app), [ALIASES.get(name, name), *rest], "restorekv", COMMANDS)
+    return invoke(typer.main.get_command(app), [name, *rest], "restorekv", COMMANDS)
 
 
 def invoke(group: TyperCommand, args: list[str], name: str, table: Mapping[str, object]) -> int:

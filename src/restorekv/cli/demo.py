@@ -22,11 +22,12 @@ from restorekv.cli.session import notes, output, quiet, shares
 from restorekv.compression.answers import ask
 from restorekv.compression.eviction import Eviction, load_adapter
 from restorekv.compression.prepared import ScoredContext, timed
+from restorekv.evaluation.frame import GridResults
 from restorekv.evaluation.grid import SHIPPED, Grid
-from restorekv.evaluation.report.build import terminal
+from restorekv.evaluation.grid_tables import tables_of
 from restorekv.evaluation.rows import payload
 from restorekv.evaluation.run import run as run_grid
-from restorekv.evaluation.tables import Table, TableRow, name
+from restorekv.evaluation.tables import Table, name_method
 from restorekv.evaluation.worker import opened_model
 from restorekv.files import write_json
 from restorekv.model.load import BUNDLED, SMOLLM2, canonical
@@ -86,7 +87,8 @@ def measure(model: str, show: Show, count: int) -> dict:
     cells = Grid([model], methods, [benchmark], ratios=show.ratios, common=COMMON).cells()
     with shares(title) as update, TemporaryDirectory() as folder:
         results = run_grid(cells, Path(folder), on_progress=lambda progress: update(title, progress.share))
-        tables, figures = terminal(results), payload(results)
+        tables = tables_of(GridResults(results))
+        figures = payload(results)
         del figures["answers"]
     for table in tables:
         output.print(table)
@@ -149,18 +151,23 @@ def caches(
             seconds = {phase: prepared.seconds[phase] for phase in ("prefill", "score", "restore")[: 2 + restored]}
             with timed(seconds, "evict"):
                 cache = prepared.evict(ratio, None if restored else 0)
-            yield f"{name(evictor, restored)}, r = {ratio:g}", cache, seconds
+            yield f"{name_method(evictor, restored)}, r = {ratio:g}", cache, seconds
 
 
 def answers_table(sample: tasks.Sample, tokens: int, found: Sequence[Answered]) -> Table:
     """Returns a block for each question: the reference answers, then every cache's answer with the bytes it holds."""
-    rows = []
+    rows: list[list[str]] = []
+    strong: list[int] = []
     for number, question in enumerate(sample.questions):
         asked = question.text.removeprefix("\n\n").removeprefix("Question: ").removesuffix("\nAnswer:")
         true = str(question.facts.get("target", "")) or " / ".join(dict.fromkeys(question.answers))
-        rows += [TableRow(["question", "", asked], strong=True, rule=number > 0), TableRow(["true", "", true])]
-        rows += [TableRow([each.title, f"{each.nbytes:,}", " ".join(each.answers[number].split())]) for each in found]
-    return Table("answers", f"One document of {tokens} tokens", ["cache", "bytes held", "answer"], rows, left=(0, 2))
+        strong.append(len(rows))
+        rows.append(["question", "", asked])
+        rows.append(["true", "", true])
+        for each in found:
+            rows.append([each.title, f"{each.nbytes:,}", " ".join(each.answers[number].split())])
+    title, columns = f"One document of {tokens} tokens", ["cache", "bytes held", "answer"]
+    return Table("answers", title, columns, rows, left=(0, 2), strong=strong)
 
 
 def seconds_table(found: Sequence[Answered]) -> Table:

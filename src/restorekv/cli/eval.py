@@ -11,14 +11,16 @@ import typer
 
 from restorekv.cli import options
 from restorekv.cli.session import notes, output, print_written, quiet, shares
+from restorekv.evaluation.frame import GridResults
 from restorekv.evaluation.grid import Grid, parse_method
+from restorekv.evaluation.grid_tables import tables_of
 from restorekv.evaluation.kvpress_layout import export
 from restorekv.evaluation.protocols import PROTOCOLS
 from restorekv.evaluation.ray_pool import RayPool
-from restorekv.evaluation.report import build
 from restorekv.evaluation.rows import payload
 from restorekv.evaluation.run import LocalPool, WorkerPool, check
 from restorekv.evaluation.run import run as run_grid
+from restorekv.evaluation.tables import import_eval_module
 from restorekv.files import write_json
 from restorekv.tasks import BENCHMARKS
 
@@ -68,7 +70,7 @@ def run(
     export(out)
     if json:
         write_json(json, payload(results))
-    for table in build.terminal(results):
+    for table in tables_of(GridResults(results)):
         output.print(table)
     notes.print(f"{out}: {len(results)} cells; to make a page of them: restorekv report {out}", highlight=False)
 
@@ -79,7 +81,8 @@ def open_pool(ray: str | None, workers: int, device: str) -> AbstractContextMana
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that eval --out or analyze --out wrote.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that eval --out wrote.")],
     out: Annotated[Path | None, typer.Option(help="The folder of the page; DIR/report unless given.")] = None,
 ) -> None:
-    print_written(build.report(folder, out))
+    module = import_eval_module("restorekv.evaluation.report")
+    print_written(module.write_report(folder, out))

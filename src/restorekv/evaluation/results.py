@@ -8,6 +8,7 @@ DIR/cells/<name>/cell.json      the cell and what it was made with, written firs
 
 import json
 import os
+import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -203,3 +204,12 @@ def provenance(model: PreTrainedModel, conventions: CompressionConfig) -> dict:
         "threads": torch.get_num_threads(),
         "versions": {name: version(name) for name in PACKAGES},
     }
+
+
+def make_label(*parts: str) -> str:
+    """Return a name for a file, as "tiny-kvzip"; of a path or a hub id it takes the last part."""
+    names = []
+    for part in parts:
+        last = part.rstrip("/").rsplit("/", 1)[-1]
+        names.append(re.sub(r"[^\w.+=-]+", "-", last).strip("-"))
+    return "-".join(names)

@@ -1,146 +1,72 @@
-"""One table for every page, terminal and file: `Table` is data, and this module renders it.
+"""Tables of texts for terminals, Markdown and pages, with their figures as a pandas DataFrame.
 
-A terminal prints a table as it is (`Table.__rich__`), `records` makes the rows of its CSV file and report/page.html its
-HTML. The module also holds what the paper calls the methods, and how numbers are written.
+Whatever a reader must notice is in the text itself: ▲ and ▼ before a gain, ✓, ✗ and ○ before a
+verdict. A page only adds colors to these signs. pandas is part of the extra `eval` and is imported
+when a DataFrame is asked for.
 """
 
+from __future__ import annotations
+
+import importlib
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import Self
+from types import ModuleType
+from typing import TYPE_CHECKING, Self
 
 from rich import table as rich_table
 from rich.text import Text
 
-MINUS, UNKNOWN = "\u2212", "–"
-NAMES = {
-    "kvzip": "KVzip", "kvzip+": "KVzip+", "contrastkv": "ContrastKV", "contrastkv-simple": "ContrastKV (simplified)",
-    "snapkv": "SnapKV", "h2o": "H2O", "fastkvzip": "Fast KVzip", "am-fast": "AM-fast", "kvzap": "KVzap",
-    "expected-attention": "Expected Attention", "keydiff": "KeyDiff", "knorm": "Knorm", "streaming": "StreamingLLM",
-    "tova": "TOVA", "random": "Random", "full": "Full cache",
+from restorekv.errors import RestoreKVError
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+MINUS = "\u2212"
+UNKNOWN = "–"
+METHOD_NAMES = {
+    "kvzip": "KVzip", "kvzip+": "KVzip+", "contrastkv": "ContrastKV",
+    "contrastkv-simple": "ContrastKV (simplified)", "snapkv": "SnapKV", "h2o": "H2O",
+    "fastkvzip": "Fast KVzip", "am-fast": "AM-fast", "kvzap": "KVzap",
+    "expected-attention": "Expected Attention", "keydiff": "KeyDiff", "knorm": "Knorm",
+    "streaming": "StreamingLLM", "tova": "TOVA", "random": "Random", "full": "Full cache",
 }  # fmt: skip
-RESTORED = {"kvzip": "RestoreKV", "kvzip+": "RestoreKV+"}
+RESTORED_NAMES = {"kvzip": "RestoreKV", "kvzip+": "RestoreKV+"}
+# Where a terminal continues a cell on the next line: before a gain, and before an interval.
+LINE_BREAK = re.compile(r" (?=[▲▼] |= \d|\([+−\d])")
 
 
-def name(evictor: str, restored: bool) -> str:
-    """Returns what the paper calls a method."""
-    base = NAMES.get(evictor, evictor)
-    return RESTORED.get(evictor, f"{base} + RestoreKV") if restored else base
+def import_eval_module(name: str) -> ModuleType:
+    """Import a module that needs a package of the extra `eval`: pandas, matplotlib or jinja2."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        fix = "run pip install 'restorekv[eval]'"
+        raise RestoreKVError(f"This needs the package {error.name}; {fix}.") from None
 
 
-def evictor_name(spec: str) -> str:
-    """Returns the paper's name, with the evictor's settings."""
-    name, _, settings = spec.partition(":")
-    return NAMES.get(name, name) + (f" ({settings})" if settings else "")
+def name_method(evictor: str, restored: bool) -> str:
+    """Return what the paper calls a method."""
+    base = METHOD_NAMES.get(evictor, evictor)
+    return RESTORED_NAMES.get(evictor, f"{base} + RestoreKV") if restored else base
 
 
-def slug(*words: str) -> str:
-    """Joins words to a name for files and ids."""
-    return re.sub(r"[^a-z0-9.]+", "-", "-".join(words).lower().replace("+", "-plus")).strip("-.")
+def name_evictor(spec: str) -> str:
+    """Return the paper's name of an evictor, with the evictor's settings."""
+    evictor, _, settings = spec.partition(":")
+    name = METHOD_NAMES.get(evictor, evictor)
+    return f"{name} ({settings})" if settings else name
 
 
-@dataclass(frozen=True)
-class TableCell:
-    """A text, with a smaller line below it (`small`) and perhaps a plain one above it.
-
-    Tones: up, down, even (gains); holds, fails, open (verdicts); full (the full cache); muted; note. A tone never
-    speaks alone: whoever makes the cell also writes a sign, for readers who do not see the color. In a head, a cell may
-    span several `columns`.
-    """
-
-    text: str
-    small: str = ""
-    tone: str = ""
-    strong: bool = False
-    above: str = ""
-    columns: int = 1
-
-    @property
-    def plain(self) -> str:
-        """The cell on one line, without its tone."""
-        small = self.small.replace("\n", "; ")
-        return " ".join(filter(None, (self.above, self.text, small and f"({small})")))
+def make_slug(*words: str) -> str:
+    """Join words to a name for files and HTML ids."""
+    text = "-".join(words).lower().replace("+", "-plus")
+    return re.sub(r"[^a-z0-9.]+", "-", text).strip("-.")
 
 
-Value = TableCell | str | int | float
-ABSENT = TableCell(UNKNOWN, tone="muted")
-
-
-def as_cell(value: Value) -> TableCell:
-    """Returns the cell itself, or one that shows the text or number."""
-    return value if isinstance(value, TableCell) else TableCell(value if isinstance(value, str) else f"{value:,}")
-
-
-@dataclass(frozen=True)
-class TableRow:
-    """A line of cells; `strong` emphasizes it, `rule` draws a line above it."""
-
-    cells: Sequence[Value]
-    strong: bool = False
-    rule: bool = False
-
-
-@dataclass(frozen=True)
-class Table:
-    """A titled table; `name` becomes the name of its CSV file and its id on a page.
-
-    `head` has one row or several, and plain rows become TableRows; the columns in `left` hold words. `data` are the
-    rows of the CSV file, with figures unrounded; without it, the CSV file holds the texts.
-    """
-
-    name: str
-    title: str
-    head: Sequence[TableCell | str] | Sequence[Sequence[TableCell | str]]
-    rows: Sequence[TableRow | Sequence[Value]]
-    note: str = ""
-    data: Sequence[Mapping[str, object]] = ()
-    left: Collection[int] = (0,)
-
-    def __post_init__(self) -> None:
-        if self.head and isinstance(self.head[0], (TableCell, str)):
-            object.__setattr__(self, "head", [self.head])
-        rows = [row if isinstance(row, TableRow) else TableRow(row) for row in self.rows]
-        object.__setattr__(self, "rows", rows)
-
-    @classmethod
-    def of(
-        cls, name: str, title: str, records: Sequence[Mapping],
-        columns: Mapping[str, str | Callable[[Mapping], Value]], note: str = "", left: Collection[int] = (0,),
-    ) -> Self:  # fmt: skip
-        """Returns a table with a row for each record, which goes to the CSV file; a column is a key or a function."""
-        shows = [itemgetter(what) if isinstance(what, str) else what for what in columns.values()]
-        rows = [[show(record) for show in shows] for record in records]
-        return cls(name, title, list(columns), rows, note, records, left)
-
-    @property
-    def titles(self) -> list[str]:
-        """What the head says of each column, from the top down, as one text."""
-        spread = [[cell.text for cell in map(as_cell, row) for _ in range(cell.columns)] for row in self.head]
-        return [" ".join(dict.fromkeys(filter(None, texts))) for texts in zip(*spread, strict=True)]
-
-    def __rich__(self) -> rich_table.Table:
-        shown = rich_table.Table(title=Text(self.title), caption=Text(self.note), title_justify="left", min_width=72)
-        for index, title in enumerate(self.titles):
-            justify = "left" if index in self.left else "right"
-            shown.add_column(Text(title), justify=justify, no_wrap=index == 0, overflow="fold")
-        for row, following in zip(self.rows, [*self.rows[1:], None], strict=True):
-            cells = [
-                Text("\n".join(filter(None, (cell.above, cell.text, cell.small)))) for cell in map(as_cell, row.cells)
-            ]
-            shown.add_row(*cells, style="bold" if row.strong else None, end_section=bool(following and following.rule))
-        return shown
-
-
-def records(table: Table) -> Sequence[Mapping[str, object]]:
-    return table.data or [
-        dict(zip(table.titles, (as_cell(value).plain for value in row.cells), strict=True)) for row in table.rows
-    ]
-
-
-def number(value: float | None, digits: int = 1, sign: bool = False) -> str:
-    """Returns the number with a true minus sign; an en dash for one that is not known."""
+def format_number(value: float | None, digits: int = 1, sign: bool = False) -> str:
+    """Write a number with a true minus sign; an en dash for one that is not known."""
     if value is None or math.isnan(value):
         return UNKNOWN
     text = f"{value:+.{digits}f}" if sign else f"{value:.{digits}f}"
@@ -149,35 +75,104 @@ def number(value: float | None, digits: int = 1, sign: bool = False) -> str:
     return text.replace("-", MINUS)
 
 
-def percent(share: float | None, digits: int = 1) -> str:
-    """Returns 0.137 as "13.7 %"; an en dash for a share that is not known."""
-    return UNKNOWN if share is None else f"{number(100 * share, digits)} %"
+def format_percent(share: float | None, digits: int = 1) -> str:
+    """Write 0.137 as "13.7 %"; an en dash for a share that is not known."""
+    return UNKNOWN if share is None else f"{format_number(100 * share, digits)} %"
 
 
-def at(ratio: float) -> str:
-    """Returns "r = 0.05"."""
+def format_ratio(ratio: float) -> str:
+    """Write a ratio as "r = 0.05"."""
     return f"r = {ratio:g}"
 
 
-def between(low: float, high: float, digits: int = 1, sign: bool = False) -> str:
-    """Returns an interval as "88.5 to 94.0"."""
-    return f"{number(low, digits, sign)} to {number(high, digits, sign)}"
+def format_range(low: float, high: float, digits: int = 1, sign: bool = False) -> str:
+    """Write an interval as "88.5 to 94.0"."""
+    return f"{format_number(low, digits, sign)} to {format_number(high, digits, sign)}"
 
 
-def score(value: float, low: float | None = None, high: float | None = None, digits: int = 1) -> TableCell:
-    """Returns a figure with its interval below."""
-    return TableCell(number(value, digits), "" if low is None else between(low, high, digits))
+def format_score(
+    value: float,
+    low: float | None = None,
+    high: float | None = None,
+    digits: int = 1,
+) -> str:
+    """Write a figure with its interval, if it has one: "91.4 (88.5 to 94.0)"."""
+    text = format_number(value, digits)
+    return text if low is None else f"{text} ({format_range(low, high, digits)})"
 
 
-def gain(
-    value: float, low: float | None = None, high: float | None = None, digits: int = 1, of: str = "", more: str = ""
-) -> TableCell:
-    """Returns a difference with arrow, sign and color, bold where its interval excludes zero.
+def format_gain(
+    value: float,
+    low: float | None = None,
+    high: float | None = None,
+    more: str = "",
+) -> str:
+    """Write a difference as "▲ +1.0 (+0.5 to +1.5; 9 % back)"; `more` ends the parentheses."""
+    text = format_number(value, sign=True)
+    arrow = {"+": "▲", MINUS: "▼"}.get(text[0], "=")
+    interval = "" if low is None else format_range(low, high, sign=True)
+    details = "; ".join(part for part in (interval, more) if part)
+    return f"{arrow} {text} ({details})" if details else f"{arrow} {text}"
 
-    `of` stands above it, `more` on a line below.
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of texts under one line of titles.
+
+    `name` is the name of its CSV file and its id on a page. `figures` are the rows of the CSV file,
+    not rounded; without them the CSV file holds the texts. The columns in `left` hold words.
+    `strong` rows stand out.
     """
-    shown = number(value, digits, sign=True)
-    tone = "even" if shown[0] not in f"+{MINUS}" else "up" if value > 0 else "down"
-    arrow = {"up": "▲", "down": "▼", "even": "="}[tone]
-    small = "\n".join(filter(None, (low is not None and between(low, high, digits, True), more)))
-    return TableCell(f"{arrow} {shown}", small, tone, low is not None and (low > 0 or high < 0), of)
+
+    name: str
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+    figures: Sequence[Mapping[str, object]] = ()
+    left: Collection[int] = (0,)
+    strong: Collection[int] = ()
+
+    @classmethod
+    def from_figures(
+        cls,
+        name: str,
+        title: str,
+        figures: Sequence[Mapping[str, object]],
+        columns: Mapping[str, Callable[[Mapping[str, object]], str]],
+        note: str = "",
+        left: Collection[int] = (0,),
+    ) -> Self:
+        """Return a table with a line for each row of `figures`; empty columns are left out."""
+        texts = {title: [show(row) for row in figures] for title, show in columns.items()}
+        texts = {title: cells for title, cells in texts.items() if any(cells)}
+        rows = list(zip(*texts.values(), strict=True))
+        return cls(name, title, list(texts), rows, note, figures, left)
+
+    def to_frame(self) -> DataFrame:
+        """Return the figures, or the texts where there are no figures, as a DataFrame."""
+        pandas = import_eval_module("pandas")
+        if self.figures:
+            return pandas.DataFrame(list(self.figures))
+        return pandas.DataFrame(self.rows, columns=self.columns)
+
+    def to_markdown(self) -> str:
+        """Return the rows as Markdown, without title and note."""
+        rules = ["---" if index in self.left else "---:" for index in range(len(self.columns))]
+        lines = [list(self.columns), rules]
+        for index, row in enumerate(self.rows):
+            first = f"**{row[0]}**" if index in self.strong else row[0]
+            lines.append([cell.replace("|", "\\|") for cell in (first, *row[1:])])
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+    def __rich__(self) -> rich_table.Table:
+        title, note = Text(self.title), Text(self.note)
+        table = rich_table.Table(title=title, caption=note, title_justify="left", min_width=72)
+        for index, title in enumerate(self.columns):
+            justify = "left" if index in self.left else "right"
+            table.add_column(Text(title), justify=justify, no_wrap=index == 0, overflow="fold")
+        for index, row in enumerate(self.rows):
+            first, *others = row
+            cells = [first, *(LINE_BREAK.sub("\n", cell) for cell in others)]
+            table.add_row(*map(Text, cells), style="bold" if index in self.strong else None)
+        return table

@@ -1,28 +1,23 @@
-"""What analyses found: attention by layer, distances from the full cache, survivors, what restore tokens attend to."""
+"""The page of the analyses: attention by layer, distances from the full cache, survivors, what restore tokens read."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from matplotlib.axes import Axes
 
+from benchmarks.efficiency_page import BASE, RESTORED, explain_result, load_results
+from benchmarks.panels import Panel, make_bars, make_chart
+from paper.analysis.run import FOLDER
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation import charts
-from restorekv.evaluation.analysis.run import RENAMED
-from restorekv.evaluation.charts import Axis, Chart, Mark, Panel
-from restorekv.evaluation.report.kept import shown
-from restorekv.evaluation.report.page import Block, Details, Points, Section
-from restorekv.evaluation.results import flat
-from restorekv.evaluation.survivors import heads_panel, layers_panel, positions_panel
-from restorekv.evaluation.tables import ABSENT, Table, TableCell, between, number, percent, slug
-from restorekv.files import read_json
+from restorekv.evaluation import charts, plots
+from restorekv.evaluation.charts import Mark, plot_line, set_ticks
+from restorekv.evaluation.report import Block, Details, Section, write_page
+from restorekv.evaluation.tables import UNKNOWN, Table, format_number, format_percent, format_range, make_slug
 
-FOLDER = "analysis"
-BASE = Mark("base alone", charts.VERMILION, "o", dashed=True, hollow=True)
-RESTORED = Mark("restored", charts.BLUE, "o")
 CACHES = {"full": Mark("full cache", charts.INK, dashed=True), "base": BASE, "restored": RESTORED}
 ALONE = Mark("restored: context alone", charts.SKY, "s")
 WHOLE = Mark("restored: context and restore cache", charts.BLUE, "o")
-RECOVERED = Mark("what restoring brings back", charts.BLUE)
 PARTS = ("context", "sinks", "restore", "question")  # of the attention
 READ = {
     "kept": Mark("pairs that are kept", charts.BLUE, hatch="//"),
@@ -37,44 +32,38 @@ FLOOR = 0.001  # of layers_below
 Analysis = Mapping[str, object]
 
 
-def read(folder: Path) -> list[Analysis]:
-    """Reads every file of a kind of result, by name."""
-    analyses = []
-    for path in sorted(folder.glob("*.json")):
-        try:
-            file = read_json(path, str(path))
-            analyses.append(
-                {**file, "name": slug(path.stem), "conventions": file["conventions"], "label": file["label"]}
-            )
-        except (ValueError, TypeError, KeyError) as error:
-            raise RestoreKVError(f"{path} is no result of restorekv ({error}); remove it.") from error
-    return analyses
+def write_analyses(folder: Path) -> Path:
+    """Write a page of all analyses in a run folder, to DIR/analysis/page, and return it."""
+    return write_page(folder / FOLDER / "page", "Attention to compressed caches", make_sections(folder))
 
 
-def sections(folder: Path) -> list[Section]:
-    """Returns one section for each kind of analysis that is there, the tightest ratio first."""
-    files, sections = read(folder / FOLDER), []
+def make_sections(folder: Path) -> list[Section]:
+    """Return one section for each kind of analysis that is there, the tightest ratio first."""
+    files = load_results(folder / FOLDER)
+    sections = []
     for kind, (title, intro, blocks_of) in KINDS.items():
         blocks: list[Block] = []
-        for analysis in files:
-            if RENAMED.get(analysis["analysis"], analysis["analysis"]) == kind:
-                figures = analysis.get("figures")
-                if not isinstance(figures, dict):
-                    raise RestoreKVError(f"The analysis {analysis['label']} has no figures; make it again.")
-                for ratio in sorted(figures, key=float):
-                    heading, name = f"{analysis['label']}, r = {ratio}", slug(str(analysis["name"]), ratio)
-                    blocks += blocks_of(analysis, figures[ratio], heading, name)
-                blocks.append(explained(analysis))
+        for analysis in (file for file in files if file["analysis"] == kind):
+            figures = analysis.get("figures")
+            if not isinstance(figures, dict):
+                raise RestoreKVError(f"The analysis {analysis['label']} has no figures; make it again.")
+            for ratio in sorted(figures, key=float):
+                heading = f"{analysis['label']}, r = {ratio}"
+                blocks += blocks_of(analysis, figures[ratio], heading, make_slug(str(analysis["name"]), ratio))
+            blocks.append(explain_result(analysis))
         if blocks:
             sections.append(Section(title, intro, blocks))
     return sections
 
 
-def explained(analysis: Analysis) -> Details:
-    """Returns the file's own definitions and conventions."""
-    conventions = [f"{key} {shown(value)}" for key, value in flat(analysis["conventions"]).items()]
-    points = [f"{key}: {words}" for key, words in analysis["definitions"].items()]
-    return Details(f"Definitions and conventions: {analysis['label']}", [Points(points), "; ".join(conventions) + "."])
+def shade_gain(
+    axes: Axes, x: Sequence[float], low: Sequence[float], high: Sequence[float], label: str, color: str
+) -> None:
+    """Shade the area between two lines where the second is above the first."""
+    under = np.asarray(low)
+    over = np.asarray(high)
+    look = {"color": color, "alpha": 0.2, "linewidth": 0, "label": label}
+    axes.fill_between(x, under, over, where=over >= under, interpolate=True, **look)
 
 
 def attention(analysis: Analysis, figures: Mapping, heading: str, name: str) -> Iterator[Block]:
@@ -83,14 +72,19 @@ def attention(analysis: Analysis, figures: Mapping, heading: str, name: str) -> 
     layers = range(len(caches["base"]["context"]))
     masses = {cache: {part: 100 * np.array(found[part]) for part in PARTS} for cache, found in caches.items()}
     marks = CACHES | {"restored": ALONE}
-    content = [charts.Line(marks[cache], layers, found["context"]) for cache, found in masses.items()]
-    if "restored" in masses:
-        whole = masses["restored"]["context"] + masses["restored"]["restore"]
-        content += [charts.Line(WHOLE, layers, whole)]
-        content += [charts.Area(RECOVERED, layers, masses["base"]["context"], whole)]
-    width = charts.NARROW if len(layers) <= FEW else charts.WIDE
-    x = charts.index_axis("layer", len(layers))
-    panel = Panel(content, x, Axis("attention (%)", low=0), width=width, height=3.3)
+
+    def draw(axes: Axes) -> None:
+        for cache, found in masses.items():
+            plot_line(axes, marks[cache], layers, found["context"])
+        if "restored" in masses:
+            whole = masses["restored"]["context"] + masses["restored"]["restore"]
+            plot_line(axes, WHOLE, layers, whole)
+            lost = masses["base"]["context"]
+            shade_gain(axes, layers, lost, whole, "what restoring brings back", charts.BLUE)
+        axes.set(xlabel="layer", ylabel="attention (%)", ylim=(0, None))
+        set_ticks(axes, range(0, len(layers), -(-len(layers) // 9)))
+
+    panel = Panel("", draw, charts.NARROW if len(layers) <= FEW else charts.WIDE, 3.3)
     data = [
         {"cache": cache, "layer": layer, **{part: found[part][layer] for part in PARTS}}
         for cache, found in caches.items()
@@ -102,17 +96,17 @@ def attention(analysis: Analysis, figures: Mapping, heading: str, name: str) -> 
         "than the context of the base."
     )
     title = f"Attention on the context by layer: {heading}"
-    yield Chart(f"{name}-layers", title, [panel], f"{title}, a line for each cache", data, note)
+    yield make_chart(f"{name}-layers", title, [panel], note, data)
     columns = {
         "cache": cache_label,
-        "context": lambda row: TableCell(
-            percent(row["average_context"], 2),
-            f"{percent(row['context_low'], 2)} to {percent(row['context_high'], 2)}",
+        "context": lambda row: (
+            f"{format_percent(row['average_context'], 2)} "
+            f"({format_percent(row['context_low'], 2)} to {format_percent(row['context_high'], 2)})"
         ),
-        "restore cache": lambda row: percent(row["average_restore"], 2),
-        "sinks": lambda row: percent(row["average_sinks"], 2),
-        "question": lambda row: percent(row["average_question"], 2),
-        f"layers below {percent(FLOOR)} of context": lambda row: f"{row['layers_below']} of {len(layers)}",
+        "restore cache": lambda row: format_percent(row["average_restore"], 2),
+        "sinks": lambda row: format_percent(row["average_sinks"], 2),
+        "question": lambda row: format_percent(row["average_question"], 2),
+        f"layers below {format_percent(FLOOR)} of context": lambda row: f"{row['layers_below']} of {len(layers)}",
         "KL(full || cache) of layers": lambda row: ranged(row, "kl_profile", 3),
         "KL(cache || full) of layers": lambda row: ranged(row, "kl_profile_backward", 3),
         "KL of attention in a layer": lambda row: ranged(row, "kl_attention", 3),
@@ -123,7 +117,7 @@ def attention(analysis: Analysis, figures: Mapping, heading: str, name: str) -> 
         "defined); 95 % bootstrap intervals over contexts."
     )
     data = [{"cache": cache, **numbers(found)} for cache, found in caches.items()]
-    yield Table.of(f"{name}-averages", f"Attention in numbers: {heading}", data, columns, note)
+    yield Table.from_figures(f"{name}-averages", f"Attention in numbers: {heading}", data, columns, note)
 
 
 def numbers(figures: Analysis) -> dict[str, object]:
@@ -137,11 +131,12 @@ def numbers(figures: Analysis) -> dict[str, object]:
     return columns
 
 
-def ranged(row: Mapping, key: str, digits: int) -> TableCell:
+def ranged(row: Mapping, key: str, digits: int) -> str:
     """Returns a figure of `numbers` with its interval, or a dash."""
     if row.get(key) is None:
-        return ABSENT
-    return TableCell(number(row[key], digits), between(row[f"{key}_low"], row[f"{key}_high"], digits))
+        return UNKNOWN
+    interval = format_range(row[f"{key}_low"], row[f"{key}_high"], digits)
+    return f"{format_number(row[key], digits)} ({interval})"
 
 
 def cache_label(row: Mapping) -> str:
@@ -161,10 +156,10 @@ def divergence(analysis: Analysis, figures: Mapping, heading: str, name: str) ->
         "KL(full || cache)": lambda row: ranged(row, "forward", 2),
         "KL(cache || full)": lambda row: ranged(row, "backward", 2),
         "mean of both": lambda row: ranged(row, "symmetric", 2),
-        "same likeliest token": lambda row: percent(row["agreement"]),
+        "same likeliest token": lambda row: format_percent(row["agreement"]),
     }
     note = "KL in nats, with 95 % bootstrap intervals over contexts; 0 is the full cache's own distribution."
-    yield Table.of(name, f"Next-token distributions: {heading}", data, columns, note, left=(0, 1))
+    yield Table.from_figures(name, f"Next-token distributions: {heading}", data, columns, note, left=(0, 1))
 
 
 def survivors(analysis: Analysis, figures: Mapping, heading: str, name: str) -> Iterator[Block]:
@@ -174,7 +169,16 @@ def survivors(analysis: Analysis, figures: Mapping, heading: str, name: str) -> 
         {CACHES[cache]: found[key] for cache, found in caches.items()}
         for key in ("share_per_layer", "kept_per_position")
     )
-    heads = [heads_panel(f"{CACHES[cache].label}: by head", found["kept_per_head"]) for cache, found in caches.items()]
+    panels = [
+        Panel("By layer", lambda axes: plots.plot_layers(axes, layers)),
+        Panel("By position", lambda axes: plots.plot_positions(axes, positions)),
+    ]
+    for cache, found in caches.items():
+        kept = np.array(found["kept_per_head"])
+        heads = f"{CACHES[cache].label}: by head"
+        panels.append(
+            Panel(heads, lambda axes, kept=kept: plots.plot_heads(axes, kept), height=plots.heads_height(len(kept)))
+        )
     data = [
         {"cache": cache, "by": by, "index": index, "share": share}
         for cache, found in caches.items()
@@ -185,34 +189,37 @@ def survivors(analysis: Analysis, figures: Mapping, heading: str, name: str) -> 
         f"Means over {analysis['documents']:,} contexts. By layer: its share of all held context pairs; by position: "
         "the share of pairs kept in every twentieth of the context; by head: percent of the context's tokens."
     )
-    yield Chart(name, title, [layers_panel(layers), positions_panel(positions), *heads], title, data, note)
+    yield make_chart(name, title, panels, note, data)
     data = [
         {"cache": cache, "class": kind, **share}
         for cache, found in caches.items()
         for kind, share in found["classes"].items()
     ]
-    lost = ", ".join(f"{CACHES[cache].label} {percent(found['forgotten'])}" for cache, found in caches.items())
+    lost = ", ".join(f"{CACHES[cache].label} {format_percent(found['forgotten'])}" for cache, found in caches.items())
     note = f"Tokens of the context that no head holds: {lost}."
     if "overlap" in figures:
         overlap = ranged(numbers(figures["overlap"]), "jaccard", 3)
-        note += f" Pairs kept by both over pairs kept by either: {overlap.text} (95 % interval {overlap.small})."
+        note += f" Pairs kept by both over pairs kept by either: {overlap}."
     columns = {
         "cache": cache_label,
-        "kind of token": "class",
-        "of the context's tokens": lambda row: percent(row["tokens"]),
-        "of their pairs kept": lambda row: percent(row["kept"]),
-        "of all held pairs": lambda row: percent(row["held"]),
+        "kind of token": lambda row: row["class"],
+        "of the context's tokens": lambda row: format_percent(row["tokens"]),
+        "of their pairs kept": lambda row: format_percent(row["kept"]),
+        "of all held pairs": lambda row: format_percent(row["held"]),
     }
-    yield Table.of(f"{name}-kinds", f"Kinds of tokens that survive: {heading}", data, columns, note, left=(0, 1))
+    yield Table.from_figures(
+        f"{name}-kinds", f"Kinds of tokens that survive: {heading}", data, columns, note, left=(0, 1)
+    )
 
 
 def restore_attention(analysis: Analysis, figures: Mapping, heading: str, name: str) -> Iterator[Block]:
     """Yields bars by restore token, and the tokens that each attends to most."""
     masses = {part: np.mean(figures[part], axis=0) for part in READ}  # (n,), means over layers
     tokens = [str(token) for token in range(len(masses["kept"]))]
-    panel = charts.bars(charts.Bars(tokens, {mark: 100 * masses[part] for part, mark in READ.items()}), "attention (%)")
+    parts = {mark: 100 * masses[part] for part, mark in READ.items()}
+    panel = make_bars("", "attention (%)", tokens, parts, [[""] * len(tokens)], stacked=True, width=charts.WIDE)
     title = f"Attention of the restore pass, by restore token: {heading}"
-    seen, blind = (percent(figures["kept_share"][key]) for key in ("seen", "blind"))
+    seen, blind = (format_percent(figures["kept_share"][key]) for key in ("seen", "blind"))
     note = (
         f"Mean over layers, heads and {analysis['documents']:,} contexts. Of their attention on the context {seen} "
         f"falls on pairs that are kept; looking at all pairs alike would put {blind} there."
@@ -221,17 +228,17 @@ def restore_attention(analysis: Analysis, figures: Mapping, heading: str, name: 
         {"restore_token": int(token), **{part: float(mass[int(token)]) for part, mass in masses.items()}}
         for token in tokens
     ]
-    yield Chart(name, title, [panel], title, data, note)
+    yield make_chart(name, title, [panel], note, data)
     for example in figures["examples"]:
         rows = [
-            [token, "  ".join(f"{word['text']!r} {percent(word['weight'])}" for word in words)]
+            [str(token), "  ".join(f"{word['text']!r} {format_percent(word['weight'])}" for word in words)]
             for token, words in enumerate(example["tokens"][:FEW])
         ]
         data = [{"restore_token": token, **word} for token, words in enumerate(example["tokens"]) for word in words]
         document = str(example["document"])
         title = f"Context {document}: what restore tokens attend to most, {heading}"
         head = ["restore token", "tokens of the context, with the share of its attention on the context"]
-        yield Details(title, [Table(slug(name, "context", document), title, head, rows, "", data, left=(0, 1))])
+        yield Details(title, [Table(make_slug(name, "context", document), title, head, rows, "", data, left=(0, 1))])
 
 
 KINDS = {

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from paper.analysis import attention_mass, divergence, restore_attention, survivors
+from paper.analysis.case import Case, DocumentFigures, plain
 from restorekv.compression.eviction import Eviction
-from restorekv.evaluation.analysis import attention_mass, divergence, restore_attention, survivors
-from restorekv.evaluation.analysis.case import Case, DocumentFigures, plain
 from restorekv.evaluation.protocols import PROTOCOLS
 from restorekv.model import attention
 from restorekv.model.prompt import make_context

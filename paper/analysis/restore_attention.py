@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paper.analysis.case import BINS, RESTORED, Case, DocumentFigures, plain, watching
 from restorekv.cache.ragged import RaggedLayer
-from restorekv.evaluation.analysis.case import BINS, RESTORED, Case, DocumentFigures, plain, watching
 
 PARTS = ("kept", "evicted", "sinks", "restore", "itself")
 EXAMPLES, TOP = 3, 8  # documents whose tokens are listed, tokens listed of each

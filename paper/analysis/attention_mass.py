@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paper.analysis.case import FULL, Case, DocumentFigures, plain, watching
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
-from restorekv.evaluation.analysis.case import FULL, Case, DocumentFigures, plain, watching
 from restorekv.model.shape import decoder
 
 PARTS = ("context", "sinks", "restore", "question")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from restorekv.evaluation.analysis.case import BASE, BINS, RESTORED, Case, DocumentFigures, plain
+from paper.analysis.case import BASE, BINS, RESTORED, Case, DocumentFigures, plain
 
 CLASSES = ("number", "name", "punctuation", "other")
 WORD = re.compile(r"[^\W\d_]+")

@@ -4,7 +4,6 @@ OUT/analysis/<what>-<label>.jsonl   the settings, then a line for every document
                         .json    figures of all documents, written last
 """
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +13,13 @@ from typing import Self
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from paper.analysis import attention_mass, divergence, restore_attention, survivors
+from paper.analysis.case import Case, DocumentFigures
 from restorekv.compression.budget import exact_ratio
 from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.analysis import attention_mass, divergence, restore_attention, survivors
-from restorekv.evaluation.analysis.case import Case, DocumentFigures
 from restorekv.evaluation.protocols import Protocol
-from restorekv.evaluation.results import append_line, complete_lines, differences, provenance
+from restorekv.evaluation.results import append_line, complete_lines, differences, make_label, provenance
 from restorekv.files import write_json
 from restorekv.model.load import model_name
 from restorekv.tasks import Benchmark, Sample
@@ -31,7 +30,6 @@ ANALYSES: dict[str, ModuleType] = {
     "attention": attention_mass, "divergence": divergence, "survivors": survivors,
     "restore_attention": restore_attention,
 }  # fmt: skip
-RENAMED = {"gaze": "restore_attention"}  # names that earlier versions wrote and took
 Progress = Callable[[int, int], None]
 
 
@@ -46,10 +44,8 @@ class Journal:
 
     @classmethod
     def open(cls, what: str, label: str, folder: Path, settings: dict) -> Self:
-        """Begins the journal, or continues one of the same settings, also under the analysis's earlier name."""
-        names = [what, *(old for old, new in RENAMED.items() if new == what)]
-        paths = [folder / f"{name}-{label}.jsonl" for name in names]
-        path = next((path for path in paths if path.exists()), paths[0])
+        """Begins the journal, or continues one of the same settings."""
+        path = folder / f"{what}-{label}.jsonl"
         lines = list(complete_lines(path))
         if not lines:
             append_line(path, {"settings": settings})
@@ -99,7 +95,7 @@ def analyze(
     """
     what = [each for each in what if each != "restore_attention" or eviction.adapter]
     name = model_name(model)
-    label = label or label_of(name, eviction.evictor.spec)
+    label = label or make_label(name, eviction.evictor.spec)
     samples = benchmark.chosen(tokenizer, protocol.name)
     contexts = [protocol.context(name, tokenizer, sample.context)[0] for sample in samples]
     eviction = protocol.adapted(eviction, contexts[0].prefix)
@@ -139,9 +135,3 @@ def settings_of(
         "data": digest(samples),
         "protocol": protocol.name,
     }
-
-
-def label_of(*parts: str) -> str:
-    """Returns a file's name, as "bundled-kvzip"; of a path or a hub id it takes the last part."""
-    names = [re.sub(r"[^\w.+=-]+", "-", part.rstrip("/").rsplit("/", 1)[-1]).strip("-") for part in parts]
-    return "-".join(names)

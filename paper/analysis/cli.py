@@ -1,4 +1,4 @@
-"""`restorekv analyze`: measures attention, predictions, survivors and what restore tokens attend to."""
+"""`python -m paper.analysis`: measures attention, predictions, survivors and what restore tokens attend to."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from paper.analysis.page import write_analyses
+from paper.analysis.run import ANALYSES, analyze
 from restorekv import tasks
 from restorekv.cli import options
 from restorekv.cli.session import bar, notes, print_written, quiet
@@ -14,12 +16,10 @@ from restorekv.compression.eviction import load_adapter, make_compressor
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
-from restorekv.evaluation.analysis.run import ANALYSES, RENAMED, analyze
 from restorekv.evaluation.grid import SHIPPED, parse_method
 from restorekv.evaluation.worker import opened_model
 
 ALL = ",".join(ANALYSES)
-MOVED = "Time and memory are measured in a checkout of the project: `python -m benchmarks efficiency`."
 
 
 def run(
@@ -61,15 +61,13 @@ def run(
     eviction = replace(eviction, adapter=adapter)
     with bar("analyzing documents", lines=True) as update:
         paths = analyze(loaded, tokenizer, eviction, rules, documents, ratios, out, chosen, label, update)
-    for path in paths:
+    for path in [*paths, write_analyses(out)]:
         print_written(path)
 
 
 def choose(what: str) -> list[str]:
-    """Returns the analyses that `what` names, in the order of ANALYSES; earlier names still count."""
-    names = [RENAMED.get(name.strip(), name.strip()) for name in what.split(",") if name.strip()]
-    if "efficiency" in names:
-        raise RestoreKVError(MOVED)
+    """Returns the analyses that `what` names, in the order of ANALYSES."""
+    names = [name.strip() for name in what.split(",") if name.strip()]
     unknown = [name for name in names if name not in ANALYSES]
     if unknown or not names:
         problem = f"there is no analysis {unknown[0]!r}" if unknown else "no analysis is named"

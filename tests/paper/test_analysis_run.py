@@ -6,14 +6,16 @@ from typing import ClassVar
 
 import pytest
 
-from restorekv.cli.analyze import choose
+from paper.analysis.cli import choose
+from paper.analysis.page import write_analyses
+from paper.analysis.run import ANALYSES, analyze
 from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVError
-from restorekv.evaluation.analysis.run import ANALYSES, analyze, label_of
 from restorekv.evaluation.protocols import PROTOCOLS
-from restorekv.evaluation.report.analyses import sections
+from restorekv.evaluation.results import make_label
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tasks import Benchmark, Question, Sample
+from tests.helpers import analysis_world
 from tests.helpers.cli_world import cli
 from tests.helpers.models import build_model
 
@@ -90,20 +92,6 @@ def test_files_say_what_they_were_made_with(world, tmp_path):
         assert "NaN" not in json.dumps(stored) and "Infinity" not in json.dumps(stored)
 
 
-def test_files_of_the_earlier_name_are_continued_and_reported(world, tmp_path, monkeypatch):
-    """restore_attention was called gaze."""
-    [new] = analyze(*world, KVPRESS, Three(), ["0.2"], tmp_path, ["restore_attention"], "mine")
-    before, titles = json.loads(new.read_text()), [section.title for section in sections(tmp_path)]
-    old = new.with_name("gaze-mine.json")
-    new.with_suffix(".jsonl").rename(old.with_suffix(".jsonl"))
-    new.unlink()
-    monkeypatch.setattr(Eviction, "prepare", None)  # nothing is measured again
-    assert analyze(*world, KVPRESS, Three(), ["0.2"], tmp_path, ["restore_attention"], "mine") == [old]
-    assert json.loads(old.read_text()) == before
-    old.write_text(json.dumps(before | {"analysis": "gaze"}))
-    assert [section.title for section in sections(tmp_path)] == titles and len(titles) == 1
-
-
 @pytest.mark.parametrize("change", ["ratio", "evictor", "benchmark"])
 def test_other_settings_do_not_mix(world, tmp_path, change):
     model, tokenizer, eviction = world
@@ -139,18 +127,16 @@ def test_the_protocol_decides_settings_and_questions(world, tmp_path):
 
 
 def test_labels_are_names_of_files():
-    assert label_of("bundled", "kvzip") == "bundled-kvzip"
-    assert label_of("/models/Qwen3-4B/", "snapkv:window=64,kernel=5") == "Qwen3-4B-snapkv-window=64-kernel=5"
+    assert make_label("bundled", "kvzip") == "bundled-kvzip"
+    assert make_label("/models/Qwen3-4B/", "snapkv:window=64,kernel=5") == "Qwen3-4B-snapkv-window=64-kernel=5"
 
 
 @pytest.mark.parametrize("what", ["best", "", "restore_attention,best"])
 def test_unknown_analyses_are_refused(what):
     with pytest.raises(RestoreKVError, match="give some of"):
         choose(what)
-    assert choose("restore_attention, attention") == choose("attention,gaze") == ["attention", "restore_attention"]
+    assert choose("restore_attention, attention") == ["attention", "restore_attention"]
     assert choose(",".join(ANALYSES)) == list(ANALYSES)
-    with pytest.raises(RestoreKVError, match="python -m benchmarks efficiency"):
-        choose("attention,efficiency")
 
 
 @pytest.fixture(scope="module")
@@ -162,11 +148,21 @@ def saved(tiny_tokenizer, tmp_path_factory):
 
 
 def test_the_command_writes_every_file(saved, tmp_path):
-    command = ["analyze", "--out", str(tmp_path), "--model", str(saved), "--evictor", "knorm@none",
-               "--benchmark", "bundled:count=1,low=200,high=210", "--what", "survivors,gaze,attention"]  # fmt: skip
+    command = ["paper.analysis", "--out", str(tmp_path), "--model", str(saved), "--evictor", "knorm@none",
+               "--benchmark", "bundled:count=1,low=200,high=210",
+               "--what", "survivors,restore_attention,attention"]  # fmt: skip
     done = cli(*command)
     assert done.code == 0 and "restore_attention is left out" in done.err, done
-    label = label_of(str(saved), "knorm")
+    label = make_label(str(saved), "knorm")
     assert sorted(figures(tmp_path)) == [f"attention-{label}.json", f"survivors-{label}.json"]
     refused = cli(*command, "--evictor", "am-fast")
     assert refused.code == 1 and "not an evictor" in refused.err and refused.err.count("\n") == 1
+
+
+def test_the_page_shows_every_kind_of_analysis(tmp_path):
+    index = write_analyses(analysis_world.write_analyses(tmp_path))
+    text = index.read_text()
+    titles = ["Attention on the context", "Distance from the full cache", "What survives", "Where restore tokens look"]
+    assert [title for title in titles if f"<h2>{title}</h2>" not in text] == []
+    assert "mass on &lt;non-sink&gt; context columns" in text and "&#39;&lt;Marta&gt;&#39; 8.0 %" in text
+    assert len(list((index.parent / "svg").iterdir())) == 3 and len(list((index.parent / "csv").iterdir())) == 7

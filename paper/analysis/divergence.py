@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paper.analysis.case import FULL, Case, DocumentFigures, plain
 from restorekv.compression.generate import answer_ids
-from restorekv.evaluation.analysis.case import FULL, Case, DocumentFigures, plain
 from restorekv.train.loss import answer_logits, divergence
 
 PLACES, FIGURES = ("first", "answer"), ("forward", "backward", "symmetric", "agreement")
