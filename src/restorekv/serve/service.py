@@ -21,8 +21,9 @@ from pydantic import BaseModel
 
 from restorekv.compression.answers import Growing
 from restorekv.errors import RestoreKVError
+from restorekv.readers.extract import CACHE, TEXT, kind_of, printable_name, text_of
 from restorekv.serve import replies, schemas
-from restorekv.serve.documents import CACHE, TEXT, document_hash, kind_of, shown, text_of
+from restorekv.serve.documents import document_hash
 from restorekv.serve.engine import (
     ENDING,
     AwayError,
@@ -98,9 +99,9 @@ class Service:
         self.check_open()
         if (file.size or 0) > self.limits.upload:
             raise ApiError(413, f"The file is larger than {self.limits.upload:,} bytes; split it.")
-        name = shown(file.filename or "file")
+        name = printable_name(file.filename or "file")
         try:
-            made = await asyncio.to_thread(self.store.add, name, shown(purpose), file.file, seconds)
+            made = await asyncio.to_thread(self.store.add, name, printable_name(purpose), file.file, seconds)
         except (OSError, sqlite3.Error, RestoreKVError) as error:
             if (lack := explain_lack(error)) is None:
                 raise
