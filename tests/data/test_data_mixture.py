@@ -125,6 +125,18 @@ def test_any_other_change_is_damage(data, made):
         (lambda m: m.pop("sources"), "not a manifest of restorekv's data"),
         (lambda m: m.pop("version"), "damaged or not a manifest"),
         (lambda m: m["sources"]["flan"].update(examples=1), "not the file that the manifest describes"),
+        (lambda m: m.update(seed=True), r"is damaged \(its seed\); build the data again"),
+        (lambda m: m.update(longest=0), r"\(its longest\)"),
+        (lambda m: m.update(sources=[]), r"\(its sources\)"),
+        (lambda m: m["sources"]["flan"].pop("rows"), r"\(its sources\.flan\.rows\)"),
+        (lambda m: m["sources"]["flan"].update(examples=0), r"\(its sources\.flan\.examples\)"),
+        (
+            lambda m: m["sources"]["flan"].update({"from": {"hub": "some/set", "files": []}}),
+            r"flan\.from\.hub\.revision",
+        ),
+        (lambda m: m["sources"]["flan"].update({"from": {"files": ["a"]}}), r"flan\.from\.files\.files\.0"),
+        (lambda m: m["sources"]["flan"]["file"].update(name="../a.parquet"), "a source's file has another name"),
+        (lambda m: m["licenses"].update(MIT="1"), r"\(its licenses\.MIT\)"),
     ],
 )
 def test_foreign_manifests_are_refused(change, message, data):

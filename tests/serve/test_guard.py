@@ -17,8 +17,9 @@ openai = pytest.importorskip("openai")
 from fastapi.testclient import TestClient  # noqa: E402
 from starlette.datastructures import URL  # noqa: E402
 
+from restorekv.readers import extract  # noqa: E402
+from restorekv.readers.extract import text_of  # noqa: E402
 from restorekv.serve import documents, guard  # noqa: E402
-from restorekv.serve.documents import text_of  # noqa: E402
 from restorekv.serve.responses import Remembered  # noqa: E402
 from restorekv.serve.run import Settings, application  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
@@ -233,7 +234,7 @@ def test_names_are_kept_on_one_line(client):
 
 @pytest.mark.parametrize("kind", ["unfinished comments", "a PDF bomb", "a zip bomb", "entities"])
 def test_files_that_unfold_without_end_are_refused(kind, monkeypatch):
-    monkeypatch.setattr(documents, "SECONDS", dict.fromkeys(documents.SECONDS, 2))
+    monkeypatch.setattr(extract, "SECONDS", dict.fromkeys(extract.SECONDS, 2))
     case = next(each for each in uploads.strange() if each.kind == kind)
     with pytest.raises(ValueError, match=r"too much memory|can be read"):
         text_of(case.name.decode(), case.content)

@@ -21,10 +21,10 @@ if not importlib.util.find_spec("ray"):  # importing it would be too early for i
 
 from restorekv.compression.sampling import Decoding  # noqa: E402
 from restorekv.errors import RestoreKVError  # noqa: E402
-from restorekv.serve import cluster  # noqa: E402
-from restorekv.serve.cluster import Spread  # noqa: E402
 from restorekv.serve.engine import AwayError, BusyError, Question, Reply  # noqa: E402
-from restorekv.serve.ray_engine import TRIES, RayEngine, Sent, deployed, modules, payload  # noqa: E402
+from restorekv.serve.ray import spread  # noqa: E402
+from restorekv.serve.ray.engine import TRIES, RayEngine, Sent, deployed, modules, payload  # noqa: E402
+from restorekv.serve.ray.spread import Spread  # noqa: E402
 from restorekv.serve.run import Settings, application_of, store_of  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
 from restorekv.serve.variants import Variant  # noqa: E402
@@ -276,7 +276,7 @@ def holder(engine, client, file):
 
 
 def both_up(without=None):
-    until(lambda: len(cluster.REPLICAS - {without}) == 2, PATIENCE)
+    until(lambda: len(spread.REPLICAS - {without}) == 2, PATIENCE)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ openai = pytest.importorskip("openai")
 from restorekv import CompressedContext  # noqa: E402
 from restorekv.compression.generate import answer_ids, answer_text, stop_ids  # noqa: E402
 from restorekv.model.shape import decoder  # noqa: E402
-from restorekv.serve.documents import text_of  # noqa: E402
+from restorekv.readers.extract import text_of  # noqa: E402
 from restorekv.serve.run import Settings, application  # noqa: E402
 from restorekv.serve.service import Limits  # noqa: E402
 from tests.helpers.serving import (  # noqa: E402

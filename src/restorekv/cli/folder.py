@@ -25,8 +25,8 @@ from restorekv.errors import RestoreKVError, first_sentence
 from restorekv.files import check_target, read_bytes, read_record, write_json
 from restorekv.model.load import model_fingerprint, rope_fingerprint
 from restorekv.model.prompt import default_between, template_hash
+from restorekv.readers.extract import text_of
 from restorekv.seal import file_digest
-from restorekv.serve.documents import text_of
 
 ENDINGS = {".txt", ".text", ".md", ".markdown", ".html", ".htm", ".pdf", ".docx"}
 CONVENTIONS = ("prefix_policy", "on_small_budget", "allocation", "restore_from", "offset")

@@ -17,7 +17,7 @@ from restorekv.cli import options
 from restorekv.cli.session import notes, open_model
 from restorekv.errors import RestoreKVError
 from restorekv.files import alone, read_bytes
-from restorekv.serve.cluster import Spread
+from restorekv.serve.ray.spread import Spread
 
 BACKLOG = 2048  # connections that wait to be accepted, as many as uvicorn has
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -65,7 +65,7 @@ def run(
         listeners = open_listeners(host, port, lasting)
         lock_store(store, lasting)
         if spread.ray:
-            engines = import_module("restorekv.serve.ray_engine")
+            engines = import_module("restorekv.serve.ray.engine")
             with notes.status("starting replicas"):
                 replicas = lasting.enter_context(engines.deployed(settings, spread, model, dtype, device))
             app = server.application_of(replicas, server.store_of(settings), settings)

@@ -26,7 +26,7 @@ from restorekv.errors import RestoreKVError, shown
 from restorekv.files import read_bytes
 from restorekv.model.load import check_dtype, load_model, shipped_name
 from restorekv.model.tokenize import decoded
-from restorekv.serve.documents import KINDS, text_of
+from restorekv.readers.extract import KINDS, text_of
 
 
 class Terminal(Console):

@@ -15,6 +15,7 @@ from restorekv.compression import generate
 from restorekv.compression.sampling import GREEDY, Decoding, Row, first_stop, rows_of
 from restorekv.errors import RestoreKVError
 from restorekv.model.prompt import Context, question_ids
+from restorekv.model.tokenize import TextStream
 
 Asked = tuple[Context, RaggedCache, str]
 
@@ -130,25 +131,37 @@ class Growing:
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: set[int], stop: Sequence[str] = ()) -> None:
-        self.tokenizer, self.stops, self.stop = tokenizer, stops, stop
-        self.ids: list[int] = []
-        self.text, self.sent = "", 0
+        self.tokenizer = tokenizer
+        self.stops = stops
+        self.stop = stop
+        self.stream = TextStream(tokenizer, skip_special_tokens=True)
+        self.end: int | None = None  # an id of `stops`, which is part of the text only if another one follows
+        self.sent = 0  # characters
 
     def push(self, token: int) -> str:
         """Returns what has become certain with this token."""
-        self.ids.append(token)
-        whole = generate.answer_text(self.tokenizer, self.ids, self.stops)
-        self.text = whole[: first_stop(self.stop, whole)].lstrip()
-        certain = len(self.text) - held_back(self.text, self.stop)
-        return self.upto(certain) if not self.text.endswith("\ufffd") else ""
+        if self.end is not None:
+            self.stream.push(self.end)
+        self.end = token if token in self.stops else None
+        if self.end is None:
+            self.stream.push(token)
+        text = self.shorten(self.stream.certain)
+        return self.upto(text, len(text) - held_back(text, self.stop))
 
     def rest(self) -> str:
         """Returns what is left at the end."""
-        return self.upto(len(self.text))
+        text = self.shorten(self.stream.whole())
+        return self.upto(text, len(text))
 
-    def upto(self, end: int) -> str:
-        start, self.sent = self.sent, max(self.sent, end)
-        return self.text[start : self.sent]
+    def shorten(self, text: str) -> str:
+        """Returns a text without spaces at its start, up to the first stop string."""
+        return text[: first_stop(self.stop, text)].lstrip()
+
+    def upto(self, text: str, end: int) -> str:
+        """Returns what was not returned before of the first `end` characters."""
+        start = self.sent
+        self.sent = max(start, end)
+        return text[start : self.sent]
 
 
 def held_back(text: str, stop: Sequence[str]) -> int:

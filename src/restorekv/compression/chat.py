@@ -151,8 +151,9 @@ class Chat:
         tell_beyond(document.model, self.cache.get_seq_length(), "The conversation")
         answer = answer_of(document.tokenizer, written, stops, len(ids), rows and rows[0])
         if decoding.stop and (cut := first_stop(decoding.stop, document.tokenizer.decode(written))) is not None:
-            kept = [n for n in range(1, len(written)) if len(document.tokenizer.decode(written[:n])) <= cut]
-            end = max(kept, default=1)  # a stop string is not part of the turn
+            end = max(len(written) - 1, 1)
+            while end > 1 and len(document.tokenizer.decode(written[:end])) > cut:
+                end -= 1  # a stop string is not part of the turn; it is among the last few tokens
             parts = {name: getattr(answer, name) for name in ("ids", "logprobs", "top")}
             answer = replace(answer, **{name: part and part[:end] for name, part in parts.items()})
             self.cut_to(self.columns - len(written) + len(answer.ids))

@@ -31,6 +31,7 @@ from transformers.generation import (
 from restorekv.compression.constraint import Constraint
 from restorekv.errors import RestoreKVError
 from restorekv.files import has_type
+from restorekv.model.tokenize import TextStream
 
 TAKEN = {"do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop_strings",
          "num_return_sequences"}  # fmt: skip
@@ -222,6 +223,7 @@ class Row:
 
     def __post_init__(self) -> None:
         self.random = torch.Generator().manual_seed(self.seed)
+        self.stream = TextStream(self.tokenizer, skip_special_tokens=False)
         check_bias(self.decoding.logit_bias, self.tokenizer)
         self.warpers, self.criteria = self.decoding.warpers(), StoppingCriteriaList(self.decoding.criteria)
 
@@ -277,9 +279,15 @@ class Row:
             return True
         if self.constraint and self.constraint.complete:
             return True
-        if self.decoding.stop and first_stop(self.decoding.stop, self.tokenizer.decode(self.answer)) is not None:
+        if self.decoding.stop and first_stop(self.decoding.stop, self.text()) is not None:
             return True
         return bool(self.criteria) and bool(self.criteria(self.ids, None).all())
+
+    def text(self) -> str:
+        """Returns the text of the answer, control tokens included."""
+        for token in self.answer[len(self.stream.ids) :]:
+            self.stream.push(token)
+        return self.stream.whole()
 
 
 def check_bias(bias: Mapping[int, float] | None, tokenizer: Tokenizer) -> None:

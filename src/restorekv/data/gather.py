@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -19,15 +18,15 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.data.config import BuildConfig
 from restorekv.data.documents import Document, DropRow
 from restorekv.data.overlap import Evaluations, words
+from restorekv.data.schema import Attempted, problem_of
 from restorekv.data.self_study import SelfStudy
 from restorekv.data.sources import Source
 from restorekv.errors import RestoreKVError
-from restorekv.files import check_not_link, has_type, open_own, parse_json, read_bytes
+from restorekv.files import check_not_link, open_own, parse_json, read_bytes
 from restorekv.model.load import longest
 from restorekv.model.prompt import Context, encode, make_context
 
 LIMIT = 4 << 30  # bytes of the answers to one source
-ROWS = list[dict[str, Any]]
 MARGIN = 64  # positions reserved for the wording around the longest question
 Progress = Callable[[int, int, str], None]
 
@@ -43,9 +42,9 @@ class Attempts:
         complete = content[: content.rfind(b"\n") + 1]
         try:
             self.done = [parse_json(line, str(path)) for line in complete.split(b"\n")[:-1]]
-            if not all(has_type(line["context"], list[str]) and has_type(line["attempts"], ROWS) for line in self.done):
+            if any(problem_of(Attempted, line) for line in self.done):
                 raise ValueError("a line has other entries")
-        except (ValueError, KeyError, TypeError) as error:
+        except ValueError as error:
             raise RestoreKVError(f"{path} is damaged; delete it to ask its contexts again.") from error
         if len(complete) < len(content):  # a killed process left half a line
             os.truncate(path, len(complete))

@@ -10,14 +10,14 @@ import platform
 import shutil
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import __version__
+from restorekv.data.schema import Manifest, Record, problem_of
 from restorekv.errors import RestoreKVError, shown
-from restorekv.files import check_not_link, has_type, read_json, write_json
+from restorekv.files import check_not_link, read_json, write_json
 from restorekv.model.load import model_fingerprint, model_name, rope_fingerprint
 from restorekv.model.prompt import template_hash
 from restorekv.model.tokenize import text_ids
@@ -26,21 +26,6 @@ from restorekv.restore.adapter_file import renamed_keys
 FORMAT, VERSION, NAME = "restorekv-data", 1, "manifest.json"
 RECORD, PARTS, LOCK = "build.json", "parts", ".build.json.lock"
 LIBRARIES = ("torch", "transformers", "datasets", "pyarrow")
-KEYS = {
-    "mixture": str, "model": dict[str, Any], "seed": int, "longest": int, "sources": dict[str, dict[str, Any]],
-    "licenses": dict[str, int],
-}  # fmt: skip
-COUNTS = dict[str, int]
-SOURCE_KEYS = {
-    "title": str, "examples": int, "contexts": int, "licenses": COUNTS, "rows": int, "attempts": int,
-    "dropped": COUNTS, "dropped_attempts": COUNTS, "from": dict[str, Any],
-}  # fmt: skip
-FILE_KEYS = {"name": str, "sha256": str}
-ORIGIN_KEYS = {"hub": {"hub": str, "revision": str}, "files": {"files": list[dict[str, str]]}}
-RECORD_KEYS = {
-    "config": dict[str, Any], "sources": dict[str, dict[str, Any]], "exclude": list[dict[str, Any]],
-    "model": dict[str, Any],
-}  # fmt: skip
 PROBE = "Kv 0123456789: naïve, “tabs”\t\n\n日本 😀 What? Yes! (a; b) 'c' - d/e."
 SAME = {"fingerprint": "model", "template": "chat template", "tokenizer": "tokenizer"}
 
@@ -86,31 +71,9 @@ def read_manifest(folder: Path) -> dict:
         raise RestoreKVError(
             f"{path} has version {shown(number)}, not {VERSION}; use another restorekv or build again."
         )
-    if problem := fault(manifest):
+    if problem := problem_of(Manifest, manifest):
         raise RestoreKVError(f"{path} is damaged ({problem}); build the data again.")
     return manifest
-
-
-def fault(manifest: dict) -> str | None:
-    """Returns what is wrong with a manifest, or None."""
-    problem = lacking(manifest, KEYS)
-    for name, source in () if problem else manifest["sources"].items():
-        file = source.get("file")
-        problem = problem or lacking(source, SOURCE_KEYS) or lacking(file, FILE_KEYS)
-        problem = problem or lacking(source["from"], ORIGIN_KEYS["hub" if "hub" in source["from"] else "files"])
-        if not problem and file["name"] != f"{name}.parquet":
-            problem = "a source's file has another name"  # which might lead out of the folder
-    if not problem and (
-        manifest["longest"] < 1 or any(source["examples"] < 1 for source in manifest["sources"].values())
-    ):
-        problem = "a number is out of range"
-    return problem
-
-
-def lacking(value: object, hints: dict[str, Any]) -> str | None:
-    """Returns which entry of an object is missing or of another type, or None."""
-    own = value if isinstance(value, dict) else {}
-    return next((f"its {key}" for key, hint in hints.items() if key not in own or not has_type(own[key], hint)), None)
 
 
 def check_model(manifest: dict, model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
@@ -158,7 +121,7 @@ def earlier_build(out: Path) -> dict | None:
         record = renamed_keys(read_json(out / RECORD, "The record"))
     except RestoreKVError:
         record = None
-    if lacking(record, RECORD_KEYS):
+    if problem_of(Record, record):
         raise RestoreKVError(f"{out / RECORD} is damaged or not written by restorekv; build into another folder.")
     return record
 

@@ -13,11 +13,11 @@ from typing import Any, Self
 
 import torch
 
+from restorekv.cluster import LOCAL, connect
 from restorekv.errors import RestoreKVError, RestoreKVWarning, first_sentence, warn
 from restorekv.evaluation.grid import Cell, Job
 from restorekv.evaluation.run import Facts, LocalPool, Missing
 from restorekv.evaluation.worker import Line
-from restorekv.serve.cluster import LOCAL, connect
 
 TRIES = 3  # workers that may die over one context
 STORE = 128 * 2**20  # bytes of shared memory for results, which are short texts

@@ -26,6 +26,7 @@ SEPARATOR = "<restorekv-separator>"
 ROOM = 256  # positions for restore tokens, a question and its answer after the longest context
 TOO_LONG = ("refuse", "cut")  # what happens to a longer one
 TODAY = date(2026, 1, 1)  # for templates that print it: a cache made today is as good tomorrow
+# A template argument cannot replace strftime_now: transformers 5.23 hands templates data alone, and no functions.
 NOW = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
 BETWEEN = "\n\n"  # separates a question from the document, unless the tokenizer's config has another `between`
 

@@ -15,11 +15,14 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import tokenizers
+from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from restorekv.errors import RestoreKVError
 
 COPIES: WeakKeyDictionary[Tokenizer, tuple[tuple, "Renamed"]] = WeakKeyDictionary()
+REPLACEMENT = "\ufffd"  # of bytes that make no character
 CONTROL: WeakKeyDictionary[Tokenizer, tuple[tuple, dict[int, str]]] = WeakKeyDictionary()
 
 
@@ -50,6 +53,65 @@ def token_places(tokenizer: Tokenizer, text: str) -> list[tuple[int, int]]:
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     copy = renamed(tokenizer) if control_of(found["input_ids"], control_tokens(tokenizer)) else None
     return copy.backend.encode(text, add_special_tokens=False).offsets if copy else found["offset_mapping"]
+
+
+class TextStream:
+    """The text of ids that come one by one, which is not decoded from its start for every id.
+
+    `ids` are all of them. The slow way remains for tokenizers that are not fast or change the text after decoding, and
+    for answers whose text changes as it grows, as it may where tokens are bytes and do not make characters.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self.tokenizer = tokenizer
+        self.skip_special_tokens = skip_special_tokens
+        self.ids: list[int] = []
+        self.certain = ""  # the text up to the last id with which all its characters were whole
+        self.pending = False  # whether ids after that have added nothing to it yet
+        self.stream = DecodeStream(skip_special_tokens=skip_special_tokens) if can_stream(tokenizer) else None
+
+    def push(self, token: int) -> str:
+        """Add an id and return the text so far, without a character at its end of which bytes are missing."""
+        self.ids.append(token)
+        if self.stream is not None:
+            self.step(token)
+        if self.stream is None:
+            whole = self.decode_all()
+            self.pending = whole.endswith(REPLACEMENT)
+            if not self.pending:
+                self.certain = whole
+        return self.certain
+
+    def step(self, token: int) -> None:
+        """Add what the library says this id adds to the text; leave its stream where that is not the whole text."""
+        try:
+            piece = self.stream.step(self.tokenizer.backend_tokenizer, token)
+        except Exception:  # it has no type for a text that does not begin as it did before
+            self.stream = None
+            return
+        self.certain += piece or ""
+        self.pending = piece is None
+        # A wrong byte can turn the characters before it, which the stream has left behind, into replacements.
+        if piece and REPLACEMENT in piece and self.certain != self.decode_all():
+            self.stream = None
+
+    def whole(self) -> str:
+        """Return the text of all ids, exactly as the tokenizer decodes them."""
+        return self.decode_all() if self.pending else self.certain
+
+    def decode_all(self) -> str:
+        return self.tokenizer.decode(self.ids, skip_special_tokens=self.skip_special_tokens)
+
+
+def can_stream(tokenizer: Tokenizer) -> bool:
+    """Return whether `decode` is the tokenizers library's own, with nothing done to the text afterwards."""
+    kind = type(tokenizer)
+    return (
+        isinstance(tokenizer, PreTrainedTokenizerFast)
+        and kind.decode is PreTrainedTokenizerFast.decode
+        and kind._decode is PreTrainedTokenizerFast._decode
+        and not tokenizer.clean_up_tokenization_spaces
+    )
 
 
 def decoded(payload: bytes, what: str) -> str:

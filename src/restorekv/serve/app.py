@@ -11,6 +11,7 @@ from pathlib import Path
 from fastapi import FastAPI, Form, Request, UploadFile
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from openai.types import FileDeleted, Model
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
@@ -127,12 +128,13 @@ def add_routes(app: FastAPI, service: Service, ready: Callable[[], bool]) -> Non
     async def metrics() -> Response:
         return Response(replies.metrics(service.engine), media_type=FIGURES)
 
-    @app.get("/v1/models", response_model=schemas.Models)
-    async def models() -> dict:
-        return {"object": "list", "data": [replies.model(name) for name in (service.base, service.default.name)]}
+    @app.get("/v1/models", response_model_exclude_unset=True)
+    async def models() -> schemas.Models:
+        known = [replies.model(name) for name in (service.base, service.default.name)]
+        return schemas.Models(object="list", data=known)
 
-    @app.get("/v1/models/{name:path}", response_model=schemas.Model)
-    async def one_model(name: str) -> dict:
+    @app.get("/v1/models/{name:path}", response_model_exclude_unset=True)
+    async def one_model(name: str) -> Model:
         return replies.model(Variant.parse(name, service.base).name)
 
     @app.post("/v1/chat/completions", responses=schemas.streamed(schemas.Completion))
@@ -144,19 +146,20 @@ def add_files(app: FastAPI, service: Service) -> None:
     """Adds the paths of uploads."""
     full = {507: {"model": schemas.Problem, "description": "The server's disk is full"}}
 
-    @app.post("/v1/files", response_model=schemas.File, responses=full)
+    @app.post("/v1/files", response_model_exclude_unset=True, responses=full)
     async def create(
         file: UploadFile, purpose: str = Form("user_data", max_length=64),
         seconds: int | None = Form(None, alias="expires_after[seconds]", ge=3600, le=2592000),
-    ) -> dict:  # fmt: skip
+    ) -> schemas.File:  # fmt: skip
         return replies.upload(await service.create(file, purpose, seconds))
 
-    @app.get("/v1/files", response_model=schemas.Files)
-    async def listed() -> dict:
-        return {"object": "list", "data": [replies.upload(each) for each in service.store.list()], "has_more": False}
+    @app.get("/v1/files", response_model_exclude_unset=True)
+    async def listed() -> schemas.Files:
+        uploads = [replies.upload(each) for each in service.store.list()]
+        return schemas.Files(object="list", data=uploads, has_more=False)
 
-    @app.get("/v1/files/{name}", response_model=schemas.File)
-    async def retrieve(name: str) -> dict:
+    @app.get("/v1/files/{name}", response_model_exclude_unset=True)
+    async def retrieve(name: str) -> schemas.File:
         return replies.upload(service.found(name))
 
     @app.get("/v1/files/{name}/content", response_class=Response, responses=schemas.content(BYTES))
@@ -170,11 +173,11 @@ def add_files(app: FastAPI, service: Service) -> None:
         path = await asyncio.to_thread(service.store.find, key, upload.sha256)
         return await sent(path, f"{upload.id} is not compressed yet; wait until it is processed.")
 
-    @app.delete("/v1/files/{name}", response_model=schemas.Deleted)
-    async def delete(name: str) -> dict:
+    @app.delete("/v1/files/{name}", response_model_exclude_unset=True)
+    async def delete(name: str) -> FileDeleted:
         upload = service.found(name)
         service.store.delete(upload.id)
-        return {"id": upload.id, "object": "file", "deleted": True}
+        return FileDeleted(id=upload.id, object="file", deleted=True)
 
 
 async def sent(path: Path | None, otherwise: str) -> Response:

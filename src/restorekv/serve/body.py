@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope
 
 from restorekv.files import finite, unique, whole_number
-from restorekv.serve.documents import shown
+from restorekv.readers.extract import printable_name
 from restorekv.serve.engine import explain_lack
 from restorekv.serve.guard import drained
 
@@ -102,7 +102,9 @@ def check_form(form: FormData) -> None:
     """Refuses fields that an upload does not have, and those that come twice."""
     for name, count in Counter(name for name, _ in form.multi_items()).items():
         if name not in FORM:
-            raise form_error(f"there is no field {shown(name)[:60]!r}", shown(name)[:60], "unknown_parameter")
+            raise form_error(
+                f"there is no field {printable_name(name)[:60]!r}", printable_name(name)[:60], "unknown_parameter"
+            )
         if count > 1:
             raise form_error(f"the field {name} comes {count} times", name)
 

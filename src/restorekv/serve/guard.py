@@ -18,6 +18,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from restorekv.serve import schemas
 from restorekv.serve.engine import ENDING
 
 LOG = logging.getLogger("restorekv.serve")
@@ -248,4 +249,4 @@ def problem(
     kind = "server_error" if status >= 500 else "invalid_request_error"
     message = message.encode(errors="replace").decode()  # half a character of the request cannot be sent back
     param = param and param.encode(errors="replace").decode()
-    return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": code}}, status, headers)
+    return JSONResponse(schemas.to_json(schemas.problem_of(kind, message, code, param)), status, headers)

@@ -11,7 +11,9 @@ import sqlite3
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from restorekv.errors import RestoreKVError, shown
 
@@ -34,14 +36,45 @@ Statement = tuple[str, Sequence[Any]]  # SQL and its parameters
 FILE, KEY = r"file-[0-9a-f]{24}", r"[0-9a-f]{32}"
 SHA256 = r"[0-9a-f]{64}"
 UPLOADED, PROCESSED, FAILED = "uploaded", "processed", "error"
-ROWS: dict[str, dict[str, str | type | tuple[type, ...]]] = {
-    "files": {
-        "id": FILE, "sha256": SHA256, "name": str, "purpose": str, "bytes": int, "created": int,
-        "expires": (int, type(None)), "status": f"{UPLOADED}|{PROCESSED}|{FAILED}", "problem": str,
-    },
-    "caches": {"key": KEY, "sha256": SHA256, "bytes": int, "used": (int, float)},
-    "pending": {"sha256": SHA256, "key": f"({KEY})?"},
-}  # fmt: skip
+
+
+class Row(BaseModel):
+    """A row as the store writes it; its fields are the columns."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class FileRow(Row):
+    """An upload; times are in seconds since 1970."""
+
+    id: str = Field(pattern=f"^{FILE}$")
+    sha256: str = Field(pattern=f"^{SHA256}$")
+    name: str
+    purpose: str
+    bytes: int
+    created: int
+    expires: int | None
+    status: Literal["uploaded", "processed", "error"]
+    problem: str
+
+
+class CacheRow(Row):
+    """A cache on disk, and when it was used last."""
+
+    key: str = Field(pattern=f"^{KEY}$")
+    sha256: str = Field(pattern=f"^{SHA256}$")
+    bytes: int
+    used: int | float
+
+
+class PendingRow(Row):
+    """A change that the shared folder does not know yet."""
+
+    sha256: str = Field(pattern=f"^{SHA256}$")
+    key: str = Field(pattern=f"^({KEY})?$")
+
+
+ROWS: dict[str, type[Row]] = {"files": FileRow, "caches": CacheRow, "pending": PendingRow}
 
 
 class Index:
@@ -76,11 +109,14 @@ class Index:
 
     def check_rows(self) -> None:
         """Refuses rows that no server wrote, before any of them names a file."""
-        for table, columns in ROWS.items():
+        for table, kind in ROWS.items():
+            columns = list(kind.model_fields)
             for row in self.memory.execute(f"select {', '.join(columns)} from {table}"):
-                for (column, kind), value in zip(columns.items(), row, strict=True):
-                    if not is_of(kind, value):
-                        raise foreign(self.path, f"a row with another {column} than the store gives")
+                try:
+                    kind.model_validate(dict(zip(columns, row, strict=True)))
+                except ValidationError as error:
+                    column = error.errors()[0]["loc"][0]
+                    raise foreign(self.path, f"a row with another {column} than the store gives") from None
 
     def read(self, sql: str, parameters: Sequence[Any] = ()) -> list[tuple]:
         """Returns the rows of a query."""
@@ -143,13 +179,6 @@ class Index:
         if self.disk:
             self.disk.close()
         self.disk = None
-
-
-def is_of(kind: str | type | tuple[type, ...], value: object) -> bool:
-    """Returns whether a value of a row is of a type, or a text that a pattern describes as a whole."""
-    if isinstance(kind, str):
-        return isinstance(value, str) and re.fullmatch(kind, value) is not None
-    return isinstance(value, kind)
 
 
 def check_schema(path: Path, disk: sqlite3.Connection) -> set[str]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from openai.types import responses as types
+from openai.types.responses.response import IncompleteDetails
+from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
 from pydantic import BaseModel, Field, model_validator
 
 from restorekv.errors import RestoreKVError
@@ -105,76 +109,103 @@ def add_responses(app: FastAPI, service: Service) -> None:
         limits = request.is_disconnected, service.limits.seconds
         pending = await service.asked(chat, "resp", limits[0])
 
-        def done(reply: Reply) -> dict:
+        def done(reply: Reply) -> schemas.Response:
             if asked.store is not False:
                 remembered.add(pending.about.id, chat.messages, reply.answers[0].text)
             return response(pending, asked, reply)
 
         if asked.stream:
             return await pending.stream(events(pending, asked, done), *limits)
-        return JSONResponse(done(await pending.whole(*limits)))
+        return JSONResponse(schemas.to_json(done(await pending.whole(*limits))))
 
 
-async def events(pending: Pending, asked: ResponsesRequest, done: Callable[[Reply], dict]) -> AsyncIterator[str]:
+async def events(
+    pending: Pending, asked: ResponsesRequest, done: Callable[[Reply], schemas.Response]
+) -> AsyncIterator[str]:
     """Yields the server-sent events of a response."""
-    number = 0
+    numbers = itertools.count()
 
-    def event(kind: str, **content: object) -> str:
-        nonlocal number
-        number += 1
-        data = json.dumps({"type": kind, "sequence_number": number - 1, **content}, ensure_ascii=False)
-        return f"event: {kind}\ndata: {data}\n\n"
+    def event(kind: type[BaseModel], name: str, **content: Any) -> str:
+        data = schemas.to_json(kind(type=name, sequence_number=next(numbers), **content))
+        return f"event: {name}\ndata: {json.dumps(data, ensure_ascii=False)}\n\n"
 
-    place = {"item_id": f"msg_{pending.about.id}", "output_index": 0, "content_index": 0}
+    item = f"msg_{pending.about.id}"
+    place = {"item_id": item, "output_index": 0, "content_index": 0}
     try:
-        yield event("response.created", response=response(pending, asked))
-        yield event("response.output_item.added", output_index=0, item=message(pending))
-        yield event("response.content_part.added", part=part(""), **place)
+        yield event(types.ResponseCreatedEvent, "response.created", response=response(pending, asked))
+        started = message(pending)
+        yield event(types.ResponseOutputItemAddedEvent, "response.output_item.added", output_index=0, item=started)
+        yield event(types.ResponseContentPartAddedEvent, "response.content_part.added", part=part(""), **place)
         async for _, piece, _ in pending.pieces():
-            yield event("response.output_text.delta", delta=piece, logprobs=[], **place)
+            yield event(types.ResponseTextDeltaEvent, "response.output_text.delta", delta=piece, logprobs=[], **place)
         reply = pending.future.result()
         text = reply.answers[0].text
-        yield event("response.output_text.done", text=text, logprobs=[], **place)
-        yield event("response.content_part.done", part=part(text), **place)
-        yield event("response.output_item.done", output_index=0, item=message(pending, reply))
-        yield event(f"response.{status_of(reply)}", response=done(reply))
+        yield event(types.ResponseTextDoneEvent, "response.output_text.done", text=text, logprobs=[], **place)
+        yield event(types.ResponseContentPartDoneEvent, "response.content_part.done", part=part(text), **place)
+        written = message(pending, reply)
+        yield event(types.ResponseOutputItemDoneEvent, "response.output_item.done", output_index=0, item=written)
+        whole = done(reply)
+        if whole.status == "incomplete":
+            yield event(types.ResponseIncompleteEvent, "response.incomplete", response=whole)
+        else:
+            yield event(types.ResponseCompletedEvent, "response.completed", response=whole)
     except RestoreKVError as error:
-        yield event("error", code="server_error", message=str(error), param=None)
+        yield event(types.ResponseErrorEvent, "error", code="server_error", message=str(error), param=None)
 
 
-def part(text: str) -> dict:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def part(text: str) -> types.ResponseOutputText:
+    return types.ResponseOutputText(type="output_text", text=text, annotations=[], logprobs=[])
 
 
-def status_of(reply: Reply | None) -> str:
+def status_of(reply: Reply | None) -> Literal["in_progress", "incomplete", "completed"]:
     """Returns how far a response is; without a reply, it is being written."""
     if reply is None:
         return "in_progress"
     return "incomplete" if reply.answers[0].finish == "length" else "completed"
 
 
-def message(pending: Pending, reply: Reply | None = None) -> dict:
+def message(pending: Pending, reply: Reply | None = None) -> types.ResponseOutputMessage:
     """Returns the answer as an item of the output; without a reply, one that is being written."""
-    name, content = f"msg_{pending.about.id}", [part(reply.answers[0].text)] if reply else []
-    return {"id": name, "type": "message", "role": "assistant", "status": status_of(reply), "content": content}
+    content = [part(reply.answers[0].text)] if reply else []
+    return types.ResponseOutputMessage(
+        id=f"msg_{pending.about.id}", type="message", role="assistant", status=status_of(reply), content=content
+    )
 
 
-def response(pending: Pending, asked: ResponsesRequest, reply: Reply | None = None) -> dict:
+def usage(pending: Pending, reply: Reply) -> types.ResponseUsage:
+    """Return what `replies.usage` counts in the names of the Responses API."""
+    counts = replies.usage(pending.about, reply)
+    return types.ResponseUsage(
+        input_tokens=counts.prompt_tokens,
+        output_tokens=counts.completion_tokens,
+        total_tokens=counts.total_tokens,
+        input_tokens_details=InputTokensDetails(**counts.prompt_tokens_details.to_dict()),
+        output_tokens_details=OutputTokensDetails(reasoning_tokens=0),
+    )
+
+
+def response(pending: Pending, asked: ResponsesRequest, reply: Reply | None = None) -> schemas.Response:
     """Returns the object of a response, with what it cost at its end."""
-    status, output = status_of(reply), [message(pending, reply)] if reply else []
-    short = {"reason": "max_output_tokens"} if status == "incomplete" else None
-    told = replies.usage(pending.about, reply) if reply else {}
-    counts = told.pop("usage", None)
-    usage = counts and {
-        "input_tokens": counts["prompt_tokens"], "output_tokens": counts["completion_tokens"],
-        "total_tokens": counts["total_tokens"], "input_tokens_details": counts["prompt_tokens_details"],
-        "output_tokens_details": {"reasoning_tokens": 0},
-    }  # fmt: skip
-    return {
-        "id": pending.about.id, "object": "response", "created_at": pending.about.created, "model": asked.model,
-        "status": status, "output": output, "usage": usage, "error": None,
-        "incomplete_details": short, "tools": [], "tool_choice": "auto",
-        "instructions": asked.instructions, "previous_response_id": asked.previous_response_id,
-        "metadata": asked.metadata or {},
-        "parallel_tool_calls": False, "temperature": asked.temperature, "top_p": asked.top_p, **told,
-    }  # fmt: skip
+    status = status_of(reply)
+    made = schemas.Response(
+        id=pending.about.id,
+        object="response",
+        created_at=pending.about.created,
+        model=asked.model,
+        status=status,
+        output=[message(pending, reply)] if reply else [],
+        usage=usage(pending, reply) if reply else None,
+        error=None,
+        incomplete_details=IncompleteDetails(reason="max_output_tokens") if status == "incomplete" else None,
+        tools=[],
+        tool_choice="auto",
+        instructions=asked.instructions,
+        previous_response_id=asked.previous_response_id,
+        metadata=asked.metadata or {},
+        parallel_tool_calls=False,
+        temperature=asked.temperature,
+        top_p=asked.top_p,
+    )
+    if reply:
+        made.restorekv = replies.cost(reply)
+    return made

@@ -1,23 +1,33 @@
-"""What answers look like, for the description at `/openapi.json`; replies.py and responses.py write them."""
+"""What answers look like: the openai package's types, narrowed to what is sent here, and this server's own objects.
+
+replies.py and responses.py make them, and `/openapi.json` describes them. An answer on the wire has the fields that
+were set, also those set to None, and no others.
+"""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
+from openai.types import FileObject, Model, responses
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.shared import ErrorObject
 from pydantic import BaseModel, Field
 
 
-class Detail(BaseModel):
-    message: str
-    type: Literal["invalid_request_error", "server_error"]
-    param: str | None
-    code: str | None
+def to_json(answer: BaseModel) -> dict[str, Any]:
+    """Return an object as JSON values; what is inside is written as what it is, not as what its field names."""
+    return answer.model_dump(exclude_unset=True, serialize_as_any=True)
 
 
 class Problem(BaseModel):
     """An answer other than success: a sentence that names the cause and the fix."""
 
-    error: Detail
+    error: ErrorObject
+
+
+def problem_of(kind: str, message: str, code: str | None = None, param: str | None = None) -> Problem:
+    """Return an answer other than success; `param` is the field of the request that is at fault."""
+    return Problem(error=ErrorObject(message=message, type=kind, param=param, code=code))
 
 
 class Status(BaseModel):
@@ -28,42 +38,21 @@ class Ready(BaseModel):
     ready: bool
 
 
-class Model(BaseModel):
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-
-
 class Models(BaseModel):
     object: Literal["list"]
     data: list[Model]
 
 
-class File(BaseModel):
+class File(FileObject):
     """An uploaded file; times are in seconds since 1970."""
 
-    id: str
-    object: Literal["file"]
-    bytes: int
-    created_at: int
-    expires_at: int | None
-    filename: str
-    purpose: str
-    status: Literal["uploaded", "processed", "error"]
-    status_details: str | None
+    purpose: str  # whatever the client gave
 
 
 class Files(BaseModel):
     object: Literal["list"]
     data: list[File]
     has_more: bool
-
-
-class Deleted(BaseModel):
-    id: str
-    object: Literal["file"]
-    deleted: bool
 
 
 class Progress(BaseModel):
@@ -102,18 +91,6 @@ class Kept(BaseModel):
     pieces: list[tuple[str, float]]
 
 
-class PromptDetails(BaseModel):
-    cached_tokens: int
-    cache_write_tokens: int
-
-
-class Usage(BaseModel):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptDetails
-
-
 class Cost(BaseModel):
     """KV pairs and bytes of the documents' caches, and seconds by phase."""
 
@@ -122,40 +99,27 @@ class Cost(BaseModel):
     seconds: dict[str, float]
 
 
-class Said(BaseModel):
-    role: Literal["assistant"]
-    content: str
-    refusal: None
+class Completion(ChatCompletion):
+    """A whole chat completion."""
 
-
-class Choice(BaseModel):
-    index: int
-    message: Said
-    finish_reason: Literal["stop", "length"]
-    logprobs: dict[str, Any] | None
-
-
-class Completion(BaseModel):
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[Choice]
-    usage: Usage
     restorekv: Cost
 
 
-class Response(BaseModel):
-    """The object of the Responses API, of whose fields these are always there."""
+class Chunk(ChatCompletionChunk):
+    """A piece of a streamed chat completion; the last one may have what the answer cost."""
 
-    id: str
-    object: Literal["response"]
-    created_at: int
-    model: str
-    status: Literal["completed", "incomplete", "in_progress"]
-    output: list[dict[str, Any]]
-    usage: dict[str, Any]
-    restorekv: Cost
+    restorekv: Cost | None = None
+
+
+class Response(responses.Response):
+    """The object of the Responses API; `restorekv` comes with the finished one."""
+
+    created_at: int  # openai's type would write 1700000000.0
+    instructions: str | None = None
+    output: list[responses.ResponseOutputMessage]
+    tool_choice: Literal["auto"]
+    tools: list[Any] = Field(max_length=0)
+    restorekv: Cost | None = None
 
 
 def content(kind: str) -> dict[int, dict]:

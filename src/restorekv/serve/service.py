@@ -16,11 +16,14 @@ from typing import TypeVar
 
 from fastapi import UploadFile
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from openai.types.chat.chat_completion_chunk import ChoiceDelta
+from pydantic import BaseModel
 
 from restorekv.compression.answers import Growing
 from restorekv.errors import RestoreKVError
-from restorekv.serve import replies
-from restorekv.serve.documents import CACHE, TEXT, document_hash, kind_of, shown, text_of
+from restorekv.readers.extract import CACHE, TEXT, kind_of, printable_name, text_of
+from restorekv.serve import replies, schemas
+from restorekv.serve.documents import document_hash
 from restorekv.serve.engine import (
     ENDING,
     AwayError,
@@ -96,9 +99,9 @@ class Service:
         self.check_open()
         if (file.size or 0) > self.limits.upload:
             raise ApiError(413, f"The file is larger than {self.limits.upload:,} bytes; split it.")
-        name = shown(file.filename or "file")
+        name = printable_name(file.filename or "file")
         try:
-            made = await asyncio.to_thread(self.store.add, name, shown(purpose), file.file, seconds)
+            made = await asyncio.to_thread(self.store.add, name, printable_name(purpose), file.file, seconds)
         except (OSError, sqlite3.Error, RestoreKVError) as error:
             if (lack := explain_lack(error)) is None:
                 raise
@@ -173,7 +176,8 @@ class Service:
         if request.stream:
             return await pending.stream(streamed(pending, request), gone, self.limits.seconds)
         reply = await pending.whole(gone, self.limits.seconds)
-        return JSONResponse(replies.completion(pending.about, reply, self.engine.tokenizer, request.logprobs))
+        answer = replies.completion(pending.about, reply, self.engine.tokenizer, request.logprobs)
+        return JSONResponse(schemas.to_json(answer))
 
     async def asked(self, request: ChatRequest, kind: str, gone: Callable[[], object]) -> Pending:
         """Hands a request to the engine; `kind` begins the id of the answer."""
@@ -255,18 +259,18 @@ async def streamed(pending: Pending, request: ChatRequest) -> AsyncIterator[str]
     about = pending.about
     try:
         for number in range(len(pending.texts)):
-            yield event(replies.chunk(about, number, {"role": "assistant", "content": ""}))
-        async for number, piece, likely in pending.pieces():
-            logprobs = replies.likelihoods(likely, pending.texts[number].tokenizer) if likely else None
-            yield event(replies.chunk(about, number, {"content": piece}, logprobs=logprobs))
+            yield event(replies.chunk(about, number, ChoiceDelta(role="assistant", content="")))
+        async for number, piece, rows in pending.pieces():
+            likely = replies.likelihoods(rows, pending.texts[number].tokenizer)
+            yield event(replies.chunk(about, number, ChoiceDelta(content=piece), likely=likely))
         reply = pending.future.result()
         for number, answer in enumerate(reply.answers):
-            yield event(replies.chunk(about, number, {}, answer.finish))
+            yield event(replies.chunk(about, number, ChoiceDelta(), finish=answer.finish))
         if (request.stream_options or {}).get("include_usage"):
             yield event(replies.usage_chunk(about, reply))
         yield "data: [DONE]\n\n"
     except RestoreKVError as error:
-        yield event({"error": {"message": str(error), "type": "server_error", "param": None, "code": None}})
+        yield event(schemas.problem_of("server_error", str(error)))
 
 
 async def watched(future: asyncio.Future[T], gone: Callable[[], object]) -> T:
@@ -278,9 +282,9 @@ async def watched(future: asyncio.Future[T], gone: Callable[[], object]) -> T:
     return future.result()
 
 
-def event(content: dict) -> str:
+def event(content: BaseModel) -> str:
     """Returns one server-sent event."""
-    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+    return f"data: {json.dumps(schemas.to_json(content), ensure_ascii=False)}\n\n"
 
 
 def problem_of(error: Exception) -> str:

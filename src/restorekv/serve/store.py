@@ -29,7 +29,8 @@ from typing import BinaryIO
 
 from restorekv.errors import RestoreKVError
 from restorekv.files import check_not_link, open_regular, read_bytes, replacing
-from restorekv.serve.documents import document_hash, kind_of
+from restorekv.readers.extract import kind_of
+from restorekv.serve.documents import document_hash
 from restorekv.serve.index import FILE, KEY, PROCESSED, UPLOADED, VERSION, Index, Statement
 from restorekv.serve.shared import Shared
 

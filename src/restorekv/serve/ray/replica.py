@@ -1,6 +1,6 @@
 """What runs in a replica of Ray Serve: the library as engine, with a folder of its own.
 
-Items that a replica yields travel to ray_engine.py, which is the engine of the process that speaks HTTP.
+Items that a replica yields travel to engine.py, which is the engine of the process that speaks HTTP.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from restorekv.files import locked
 from restorekv.model.load import load_model
 from restorekv.serve.embedded import Embedded
 from restorekv.serve.engine import Document, Question, begin
-from restorekv.serve.router import ByDocument
+from restorekv.serve.ray.router import ByDocument
 from restorekv.serve.run import check_loading
 from restorekv.serve.shared import Shared
 from restorekv.serve.store import Store

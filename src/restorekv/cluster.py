@@ -6,11 +6,9 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from importlib import import_module
 from types import ModuleType
-from typing import Any
 
 from restorekv.errors import RestoreKVError, first_sentence
 
@@ -19,38 +17,7 @@ ENVIRONMENT = {  # no usage reports, workers at this process's priority, no log 
     "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_worker_niceness": "0",
     "RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_SERVE_LOG_TO_STDERR": "0",
 }  # fmt: skip
-REPLICAS: frozenset[str] = frozenset()  # the names of those that run, as `note_replicas` was told last
 PRIVATE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}  # on every system, loopback alone
-
-
-def note_replicas(names: Iterable[str]) -> None:
-    """Remembers which replicas run."""
-    global REPLICAS
-    REPLICAS = frozenset(names)
-
-
-def option(default: object, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Whether and how a server answers in replicas of Ray Serve."""
-
-    ray: str | None = option(None, "Answer in replicas of Ray Serve: local, auto or the address of a cluster.")
-    replicas: int = option(2, "How many replicas there are at least.")
-    max_replicas: int = option(0, "How many there are when much is asked; 0 for no more.")
-    replica_cpus: int = option(1, "The CPUs, and threads, of a replica.")
-    replica_gpus: float = option(-1.0, "The GPUs of a replica; unless given, one on cuda and none elsewhere.")
-
-    def __post_init__(self) -> None:
-        if self.replicas < 1 or self.replica_cpus < 1 or 0 < self.max_replicas < self.replicas:
-            raise RestoreKVError("A server has at least 1 replica of 1 CPU, and not more at least than at most.")
-
-    def needed(self, device: str) -> dict[str, float]:
-        """Returns what a replica needs of its node."""
-        gpus = self.replica_gpus if self.replica_gpus >= 0 else float(device.startswith("cuda"))
-        return {"CPU": self.replica_cpus, "GPU": gpus}
 
 
 def connect(address: str, cpus: int, memory: int, needed: Mapping[str, float]) -> ModuleType:

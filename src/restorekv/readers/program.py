@@ -1,6 +1,6 @@
 """A program that reads a PDF, DOCX or HTML file from its standard input and writes the text.
 
-documents.py runs it with bounds on memory and time, since a small file may unfold without end. It imports nothing of
+extract.py runs it with bounds on memory and time, since a small file may unfold without end. It imports nothing of
 the package, so that it starts fast.
 """
 

