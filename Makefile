@@ -46,7 +46,6 @@ nightly: venv hostile
 SEED ?= 0
 hostile: venv
 	$(RUN) tests.hostile.files --count 10000 --seed $(SEED)
-	$(RUN) tests.hostile.files --count 1000 --seed $(SEED) --key
 	$(RUN) tests.hostile.others --count 3000 --seed $(SEED)
 	$(RUN) tests.hostile.models --count 600 --seed $(SEED)
 	$(RUN) tests.hostile.threads --minutes 10 --seed $(SEED)

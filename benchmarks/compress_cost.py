@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from benchmarks.measure import Peak, serve
-from restorekv.compression.budget import from_file
 from restorekv.compression.eviction import Eviction, shipped_adapter
 from restorekv.compression.prepared import timed
 from restorekv.errors import RestoreKVError
@@ -52,7 +51,7 @@ def measure_compression(job: dict) -> dict:
     """Warms up without an adapter, loads it and compresses for the memory, then `repeat` times for the seconds."""
     model, tokenizer = load_model(job["model"], job["dtype"], job["device"])
     spec, gate = scorer_of(model, job["evictor"], Path(job["folder"]))
-    base, context = Eviction.make(spec, None, **from_file(job["conventions"])), context_of(tokenizer, job["tokens"])
+    base, context = Eviction.make(spec, None, **job["conventions"]), context_of(tokenizer, job["tokens"])
     compress(base, model, tokenizer, context_of(tokenizer, WARM_UP), 1.0)
     peak: dict[str, int | None] = {}
     with memory(model.device, peak):

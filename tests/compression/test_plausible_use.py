@@ -173,15 +173,14 @@ def test_asynchronous_asking_takes_a_limit_and_no_stream(tiny):
         asyncio.run(made.chat().ask_async(QUESTION, stream=True))
 
 
-def test_chat_survives_what_is_typed_and_signs(tmp_path):
+def test_chat_survives_what_is_typed(tmp_path):
     (text := tmp_path / "a.txt").write_text(TEXT)
-    (key := tmp_path / "key").write_text("k" * 40)
     made, saved = tmp_path / "a.rkv", tmp_path / "b.rkv"
-    assert cli("compress", text, "--evictor", "snapkv", "-o", made, "--sign-key", key).code == 0
+    assert cli("compress", text, "--evictor", "snapkv", "-o", made).code == 0
     lines = ["/undo ²", "/undo x", "/undo -3", "/save ~nosuchuser/x.json", f"/save {saved}", "who?"]
-    result = cli("chat", made, "--sign-key", key, stdin="\n".join(lines).encode())
+    result = cli("chat", made, stdin="\n".join(lines).encode())
     assert result.code == 0 and result.err.count("Give a number of turns") == 3 and "read " in result.err
-    assert cli("ask", saved, "who?", "--sign-key", key).code == 0
+    assert cli("ask", saved, "who?").code == 0
 
 
 def test_a_text_is_not_written_over(tmp_path):

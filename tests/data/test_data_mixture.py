@@ -52,25 +52,6 @@ def edit(folder: Path, row: int, honest: bool = False, **values: object) -> None
         (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-def spelled_as_before(folder: Path) -> None:
-    """Turns the folder into one of version 0.1, whose keys are spelled "licence"."""
-    manifest = json.loads((folder / "manifest.json").read_text().replace('"licenses"', '"licences"'))
-    for source in manifest["sources"].values():
-        path = folder / source["file"]["name"]
-        table = pq.read_table(path)
-        pq.write_table(table.rename_columns([name.replace("license", "licence") for name in table.column_names]), path)
-        source["file"]["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-
-
-def test_folders_with_the_former_keys_are_read_and_resumed(data, made, files, tiny_tokenizer):
-    spelled_as_before(data)
-    assert "licences" in (data / "manifest.json").read_text()
-    contexts, manifest = read_mixture(data)
-    assert contexts == read_mixture(made)[0] and manifest["licenses"] == read_mixture(made)[1]["licenses"]
-    assert build(build_model("qwen3"), tiny_tokenizer, settings(files), data, resume=True) == manifest
-
-
 @pytest.mark.parametrize("honest", [False, True])
 @pytest.mark.parametrize(
     ("values", "message"),
@@ -252,7 +233,7 @@ def test_mistakes_on_the_command_line_are_one_sentence(files, tmp_path, monkeypa
     refused("No such command 'bake'", "bake", code=2)
     refused("--out", "build", code=2)
     refused("one of paper, permissive", "build", "--out", out, "--mixture", "free")
-    refused("chunk must be at least 1", "build", "--out", out, "--licences", "mit", "--chunk", 0)  # the former spelling
+    refused("chunk must be at least 1", "build", "--out", out, "--licenses", "mit", "--chunk", 0)
     refused("There is no evaluation file or folder nowhere", "build", "--out", out, "--exclude", "nowhere")
     refused("is a file", "build", "--out", files["flan"])
     refused("is not empty", "build", "--out", tmp_path.parent)

@@ -11,7 +11,6 @@ from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.analysis.run import ANALYSES, analyze, label_of
 from restorekv.evaluation.protocols import PROTOCOLS
-from restorekv.evaluation.report.analyses import sections
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tasks import Benchmark, Question, Sample
 from tests.helpers.cli_world import cli
@@ -90,20 +89,6 @@ def test_files_say_what_they_were_made_with(world, tmp_path):
         assert "NaN" not in json.dumps(stored) and "Infinity" not in json.dumps(stored)
 
 
-def test_files_of_the_earlier_name_are_continued_and_reported(world, tmp_path, monkeypatch):
-    """restore_attention was called gaze."""
-    [new] = analyze(*world, KVPRESS, Three(), ["0.2"], tmp_path, ["restore_attention"], "mine")
-    before, titles = json.loads(new.read_text()), [section.title for section in sections(tmp_path)]
-    old = new.with_name("gaze-mine.json")
-    new.with_suffix(".jsonl").rename(old.with_suffix(".jsonl"))
-    new.unlink()
-    monkeypatch.setattr(Eviction, "prepare", None)  # nothing is measured again
-    assert analyze(*world, KVPRESS, Three(), ["0.2"], tmp_path, ["restore_attention"], "mine") == [old]
-    assert json.loads(old.read_text()) == before
-    old.write_text(json.dumps(before | {"analysis": "gaze"}))
-    assert [section.title for section in sections(tmp_path)] == titles and len(titles) == 1
-
-
 @pytest.mark.parametrize("change", ["ratio", "evictor", "benchmark"])
 def test_other_settings_do_not_mix(world, tmp_path, change):
     model, tokenizer, eviction = world
@@ -147,7 +132,8 @@ def test_labels_are_names_of_files():
 def test_unknown_analyses_are_refused(what):
     with pytest.raises(RestoreKVError, match="give some of"):
         choose(what)
-    assert choose("restore_attention, attention") == choose("attention,gaze") == ["attention", "restore_attention"]
+    both = ["attention", "restore_attention"]
+    assert choose("restore_attention, attention") == choose("attention,restore_attention") == both
     assert choose(",".join(ANALYSES)) == list(ANALYSES)
     with pytest.raises(RestoreKVError, match="python -m benchmarks efficiency"):
         choose("attention,efficiency")
@@ -163,7 +149,8 @@ def saved(tiny_tokenizer, tmp_path_factory):
 
 def test_the_command_writes_every_file(saved, tmp_path):
     command = ["analyze", "--out", str(tmp_path), "--model", str(saved), "--evictor", "knorm@none",
-               "--benchmark", "bundled:count=1,low=200,high=210", "--what", "survivors,gaze,attention"]  # fmt: skip
+               "--benchmark", "bundled:count=1,low=200,high=210",
+               "--what", "survivors,restore_attention,attention"]  # fmt: skip
     done = cli(*command)
     assert done.code == 0 and "restore_attention is left out" in done.err, done
     label = label_of(str(saved), "knorm")

@@ -6,10 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
 
-from restorekv import evictors
+from restorekv import evictors, seal
 from restorekv.compression.eviction import Eviction
 from restorekv.errors import GateError, RestoreKVError
 from restorekv.evictors import gate_file
@@ -220,13 +219,11 @@ def test_gates_of_others_are_refused(tmp_path):
 
 def harmed(path, change=lambda card: None, tensors=None):
     """Seals a gate of the given card and tensors again, as a stranger would who knows the format."""
-    header, good = gate_file.opened(path)
-    card = json.loads(header["card"])
+    metadata, good = seal.read(path, gate_file.FILE)
+    card = json.loads(metadata["card"])
     change(card)
-    header["card"], tensors = json.dumps(card), {**good, **(tensors or {})}
-    header["sha256"] = gate_file.digest(tensors, header["card"])
     harmed = path.with_name("harmed")
-    harmed.write_bytes(safetensors.torch.save(tensors, header))
+    seal.write(harmed, gate_file.FILE, {**good, **(tensors or {})}, {"card": json.dumps(card)})
     return harmed
 
 
@@ -312,5 +309,5 @@ def test_wrong_settings_are_refused(spec):
 
 def test_the_card_is_plain_json(tiny_model, tmp_path):
     save_gate(tmp_path / "gate", "kvzap-mlp", tiny_model)
-    card = json.loads(gate_file.opened(tmp_path / "gate")[0]["card"])
+    card = json.loads(seal.read(tmp_path / "gate", gate_file.FILE)[0]["card"])
     assert card["target"] == "kvzip" and card["figures"] == {"loss": 0.5}

@@ -33,12 +33,12 @@ def facts_of(cell: Cell, samples: int, **changes: object) -> dict:
     return {
         "model": cell.model, "fingerprint": f"{cell.protocol:f<16}", "dtype": "float32",
         "rope": {"rope_theta": 10000.0}, "shape": {"layers": LAYERS, "heads": HEADS, "head_dim": DIM, "hidden": 128},
-        "prefix_policy": policy, "on_tight": cell.on_small_budget, "allocation": cell.allocation,
+        "prefix_policy": policy, "on_small_budget": cell.on_small_budget, "allocation": cell.allocation,
         "restore_from": cell.restore_from, "offset": cell.offset, "budget": "B = floor(r T L H), exact",
         "method": cell.evictor + (f":chunk=2000,sinks={PREFIX['kvzip']}" if cell.protocol == "kvzip" else ""),
         "adapter": adapter if cell.restored else None,
         "benchmark": {
-            "data": "generated", "licence": "Apache-2.0", "metric": "share found", "title": TITLES[name],
+            "data": "generated", "license": "Apache-2.0", "metric": "share found", "title": TITLES[name],
             "spec": cell.benchmark, "samples": samples, "questions": samples * len(TASKS[name]), "digest": "d" * 16,
         },
         "protocol": {

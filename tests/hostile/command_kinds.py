@@ -120,13 +120,13 @@ VALUES = {
         ("",), ("\u2028",), ("--model", BROKEN), ("--json", "{}/\udcff/x"),
     ),
     "export": (
-        (), ("--model", BROKEN), ("--sign-key", "{}/file"),
+        (), ("--model", BROKEN),
     ),
     "inspect": (
         ("--tokens", -1), ("--tokens", DIGITS), ("--model", BROKEN), ("--plot", "{}/x"), ("--plot", "{}/x.exe"),
     ),
     "verify": (
-        ("--sign-key", "{}/no"), ("{}/no",),
+        ("{}/no",),
     ),
     "train": (
         ("--steps", 0), ("--steps", -1), ("--lr", "nan"), ("--lr", -1), ("--rank", 2**62),

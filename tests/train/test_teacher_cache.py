@@ -149,10 +149,10 @@ def test_a_disk_that_runs_full_ends_the_writing_and_not_the_training(tiny_tokeni
     train(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path / "live")
     TeacherCache(model, tiny_tokenizer, EXAMPLES, LIVE, store)[0]
     before, usage, reads = files(store), shutil.disk_usage(tmp_path), []
-    read = cache_module.tensor_file.read
+    read = cache_module.seal.read
     monkeypatch.setattr(cache_module.shutil, "disk_usage", lambda path: usage._replace(free=cache_module.SPARE))
-    reading = lambda path, *rest: (reads.append(str(path)), read(path, *rest))[1]  # noqa: E731
-    monkeypatch.setattr(cache_module.tensor_file, "read", reading)
+    reading = lambda path, *rest, **more: (reads.append(str(path)), read(path, *rest, **more))[1]  # noqa: E731
+    monkeypatch.setattr(cache_module.seal, "read", reading)
     with pytest.warns(RestoreKVWarning) as told:
         train(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path / "full", store=store)
     assert [f"at least {cache_module.SPARE:,} are left" in str(each.message) for each in told] == [True]

@@ -50,7 +50,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {  # name: module, help, panel of `restor
     "convert-gate": ("restorekv.cli.gate:convert", "Convert a published gate of Fast KVzip or KVzap.", TRAIN),
     "push": ("restorekv.cli.push", "Publish a restore adapter on the Hugging Face Hub.", TRAIN),
 }
-ALIASES = {"analyse": "analyze"}
 
 
 class Commands(TyperGroup):
@@ -106,8 +105,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def execute(args: list[str]) -> int:
     """Runs one command of restorekv and returns its exit code."""
-    name, *rest = args or ["--help"]
-    return invoke(typer.main.get_command(app), [ALIASES.get(name, name), *rest], "restorekv", COMMANDS)
+    return invoke(typer.main.get_command(app), args or ["--help"], "restorekv", COMMANDS)
 
 
 def invoke(group: TyperCommand, args: list[str], name: str, table: Mapping[str, object]) -> int:

@@ -14,7 +14,7 @@ from restorekv.compression.eviction import load_adapter, make_compressor
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
-from restorekv.evaluation.analysis.run import ANALYSES, RENAMED, analyze
+from restorekv.evaluation.analysis.run import ANALYSES, analyze
 from restorekv.evaluation.grid import SHIPPED, parse_method
 from restorekv.evaluation.worker import opened_model
 
@@ -66,8 +66,8 @@ def run(
 
 
 def choose(what: str) -> list[str]:
-    """Returns the analyses that `what` names, in the order of ANALYSES; earlier names still count."""
-    names = [RENAMED.get(name.strip(), name.strip()) for name in what.split(",") if name.strip()]
+    """Returns the analyses that `what` names, in the order of ANALYSES."""
+    names = [name.strip() for name in what.split(",") if name.strip()]
     if "efficiency" in names:
         raise RestoreKVError(MOVED)
     unknown = [name for name in names if name not in ANALYSES]

@@ -20,7 +20,6 @@ from restorekv.evaluation.survivors import Survivors, check_format, save_plot
 from restorekv.files import write_json
 from restorekv.model.load import BUNDLED, load_tokenizer, shipped_name
 from restorekv.model.prompt import template_hash
-from restorekv.seal import read_key
 
 SHADES = " ░▒▓█"
 STEPS = " ▁▂▃▄▅▆▇█"
@@ -36,12 +35,11 @@ def run(
         str | None, typer.Option(help="Whose tokenizer shows the text; one that ships unless given.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=0, help="How many tokens of the text to show.")] = 400,
-    sign_key: options.SignKey = None,
 ) -> None:
     if plot:
         check_format(plot)
-    check_apart((plot, json), (file, model, sign_key))
-    survivors = Survivors.of_file(file, read_key(sign_key))
+    check_apart((plot, json), (file, model))
+    survivors = Survivors.of_file(file)
     tokenizer = find_tokenizer(survivors, model)
     if plot:
         save_plot(survivors, plot, file.name)

@@ -73,10 +73,6 @@ Streaming = Annotated[
 Offload = Annotated[
     bool, typer.Option("--offload", help="Keep the full cache in a temporary file (on a GPU: the host's memory).")
 ]
-SignKey = Annotated[
-    Path | None,
-    typer.Option(help="A file with a secret of 16 bytes or more: signs what is written, refuses what it did not sign."),
-]
 MaxContext = Annotated[str, typer.Option(help="A context too long for the model's positions: refuse, or cut its end.")]
 Yarn = Annotated[
     float | None, typer.Option(help="Stretch the model's positions by this factor; ask does the same with the file.")
@@ -113,14 +109,14 @@ class Sampling:
 def options_of(config: type) -> Callable[[Callable], Callable]:
     """Decorates a command that takes `**settings`: every field of the dataclass becomes an option with its help.
 
-    Tuples are written with commas between, literals as text; a field's metadata holds `help` and, optionally, `flags`.
+    Tuples are written with commas between, literals as text; a field's metadata holds `help`.
     """
 
     def option(field: Field, kind: Any) -> inspect.Parameter:
         default = field.default
         if get_origin(kind) in (tuple, Literal):
             kind, default = str, ",".join(default) if isinstance(default, tuple) else default
-        typed = Annotated[kind, typer.Option(*field.metadata.get("flags", ()), help=field.metadata["help"])]
+        typed = Annotated[kind, typer.Option(help=field.metadata["help"])]
         return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=typed)
 
     def decorate(run: Callable) -> Callable:

@@ -22,7 +22,7 @@ from restorekv.tiny.suite import documents
 from restorekv.train.config import TrainConfig
 from restorekv.train.parallel import is_spread
 
-KEYS = ("context", "questions", "answers", "source", "licence", "license", "meta")  # meta: free for the user
+KEYS = ("context", "questions", "answers", "source", "license", "meta")  # meta: free for the user
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,7 @@ def examples_hash(examples: Sequence[Example]) -> str:
     """Returns 16 hex digits of everything but where it was read from; checkpoints hold them."""
     digest = hashlib.sha256()
     for example in examples:
-        names = {"license": "licence"}  # as spelled in the hashes of older checkpoints
-        hashed = {names.get(name, name): value for name, value in asdict(replace(example, where="")).items()}
-        digest.update(json.dumps(hashed).encode())
+        digest.update(json.dumps(asdict(replace(example, where=""))).encode())
     return digest.hexdigest()[:16]
 
 
@@ -122,7 +120,7 @@ def from_lines(path: Path) -> list[Example]:
 def parsed(row: Any, where: str) -> Example:
     if problem := fault(row):
         raise RestoreKVError(f"{where} {problem}; fix the line.")
-    license = row.get("license") or row.get("licence")
+    license = row.get("license")
     if license is not None and (license := identifier(license)) not in KNOWN:
         raise RestoreKVError(
             f"{where} has the unknown license {license!r}; give a name as on the Hugging Face hub, or none for a text "
@@ -144,7 +142,7 @@ def fault(row: object) -> str | None:
     lists = ("questions", "answers") if row.get("answers") else ("questions",)
     if missing := [name for name in lists if not isinstance(row.get(name), list) or not row[name]]:
         return f'has no list in "{missing[0]}"'
-    texts = {f'"{name}"': row[name] for name in KEYS[3:6] if row.get(name) is not None}
+    texts = {f'"{name}"': row[name] for name in KEYS[3:5] if row.get(name) is not None}
     texts |= {f'"{name}", number {number}': text for name in lists for number, text in enumerate(row[name], 1)}
     if empty := [place for place, text in texts.items() if not has_text(text)]:
         return f"has no text in {empty[0]}"

@@ -31,7 +31,6 @@ ANALYSES: dict[str, ModuleType] = {
     "attention": attention_mass, "divergence": divergence, "survivors": survivors,
     "restore_attention": restore_attention,
 }  # fmt: skip
-RENAMED = {"gaze": "restore_attention"}  # names that earlier versions wrote and took
 Progress = Callable[[int, int], None]
 
 
@@ -46,10 +45,8 @@ class Journal:
 
     @classmethod
     def open(cls, what: str, label: str, folder: Path, settings: dict) -> Self:
-        """Begins the journal, or continues one of the same settings, also under the analysis's earlier name."""
-        names = [what, *(old for old, new in RENAMED.items() if new == what)]
-        paths = [folder / f"{name}-{label}.jsonl" for name in names]
-        path = next((path for path in paths if path.exists()), paths[0])
+        """Begins the journal, or continues one of the same settings."""
+        path = folder / f"{what}-{label}.jsonl"
         lines = list(complete_lines(path))
         if not lines:
             append_line(path, {"settings": settings})

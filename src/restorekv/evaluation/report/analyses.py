@@ -7,7 +7,6 @@ import numpy as np
 
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import charts
-from restorekv.evaluation.analysis.run import RENAMED
 from restorekv.evaluation.charts import Axis, Chart, Mark, Panel
 from restorekv.evaluation.report.kept import shown
 from restorekv.evaluation.report.page import Block, Details, Points, Section
@@ -57,7 +56,7 @@ def sections(folder: Path) -> list[Section]:
     for kind, (title, intro, blocks_of) in KINDS.items():
         blocks: list[Block] = []
         for analysis in files:
-            if RENAMED.get(analysis["analysis"], analysis["analysis"]) == kind:
+            if analysis["analysis"] == kind:
                 figures = analysis.get("figures")
                 if not isinstance(figures, dict):
                     raise RestoreKVError(f"The analysis {analysis['label']} has no figures; make it again.")
