@@ -154,6 +154,6 @@ ablations: venv
 	$(RUN) paper runs/paper --retrain --markdown docs/ablations.md \
 		--only components,prune-first,tokens,ratio-range,mismatch,seeds,offset,beyond
 
-# The appendix's table of training data on made-up texts and the bundled model, into docs/data-table.md; resumable.
+# The appendix's table of training data on made-up texts and the tiny model, into docs/data-table.md; resumable.
 data-table: venv
 	$(VENV)/bin/python recipes/tiny/mixture.py runs/mixture

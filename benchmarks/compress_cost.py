@@ -25,7 +25,7 @@ from restorekv.compression.prepared import timed
 from restorekv.errors import RestoreKVError
 from restorekv.evictors import gate_file
 from restorekv.evictors.gate_file import Gate, GateCard
-from restorekv.model.load import BUNDLED, load_model, model_name
+from restorekv.model.load import TINY, load_model, model_name
 from restorekv.model.prompt import Context, make_context
 from restorekv.model.shape import CacheShape
 from restorekv.restore.adapter import RestoreAdapter
@@ -103,7 +103,7 @@ def map_blocks_from(size: int) -> None:
 
 def scorer_of(model: PreTrainedModel, evictor: str, folder: Path) -> tuple[str, str | None]:
     """Returns a spec and the source of its gate: a random one where a learned scorer names none and none ships."""
-    if evictor not in LEARNED or model_name(model) == BUNDLED:
+    if evictor not in LEARNED or model_name(model) == TINY:
         return evictor, None
     return f"{evictor}:gate={random_gate(model, evictor, folder)}", "random"
 

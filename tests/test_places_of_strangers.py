@@ -120,7 +120,7 @@ def to_parts(folder: Path, victim: Path) -> None:
 
 def to_cells(folder: Path, victim: Path) -> None:
     (folder / results.CELLS).symlink_to(victim.parent)
-    cell = next(iter(Grid(("bundled",), [("knorm", None)], ("bundled:count=2",), ratios=("0.2",)).cells()))
+    cell = next(iter(Grid(("tiny",), [("knorm", None)], ("tiny:count=2",), ratios=("0.2",)).cells()))
     results.opened(folder, cell, {})
 
 

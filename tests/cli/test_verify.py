@@ -7,7 +7,7 @@ import pytest
 
 from restorekv import compress, load_model
 from restorekv.cli import execute
-from restorekv.model.load import BUNDLED, shipped_path
+from restorekv.model.load import TINY, shipped_path
 
 TEXT = "The red house belongs to Ada. The code of the red house is 482. " * 6
 
@@ -37,8 +37,8 @@ def said(capsys, *words):
 
 def test_intact_files_are_named(place, capsys):
     adapter, gate = (
-        shipped_path(BUNDLED, "adapters", "kvzip"),
-        next(shipped_path(BUNDLED, "gates").glob("*.safetensors")),
+        shipped_path(TINY, "adapters", "kvzip"),
+        next(shipped_path(TINY, "gates").glob("*.safetensors")),
     )
     code, out, _ = said(capsys, place / "doc.rkv", place / "doc.safetensors", adapter, gate)
     assert code == 0

@@ -203,7 +203,7 @@ def test_every_setting_is_a_flag_with_help():
     assert all(field.metadata["help"].endswith(".") for field in fields(BuildConfig))
 
 
-def test_the_command_builds_and_shows_with_the_bundled_model(tmp_path):
+def test_the_command_builds_and_shows_with_the_tiny_model(tmp_path):
     long = tmp_path / "long.json"
     long.write_text(json.dumps([{"instruction": paper(text("long", 90)), "output": "x"}]))
     (tmp_path / "books").mkdir()
@@ -218,7 +218,7 @@ def test_the_command_builds_and_shows_with_the_bundled_model(tmp_path):
     assert shown.code == 0 and "(6,248)" in shown.out and "(4,236)" in shown.out and not shown.err
     told = json.loads(figures_file.read_text())
     assert [row["source"] for row in told["rows"]] == ["longalpaca", "pg19", "flan", "total"]
-    assert told["manifest"]["model"]["name"] == "bundled"
+    assert told["manifest"]["model"]["name"] == "tiny"
     assert told["rows"][-1]["samples"] == sum(len(context.questions) for context in read_mixture(out)[0]) > 2
 
 

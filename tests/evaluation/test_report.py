@@ -125,16 +125,16 @@ def test_pngs_are_pictures_and_as_many_as_charts(folder, page):
 
 def test_paired_table_has_the_gains_of_stats(folder, page):
     """Two seeds are one benchmark of twice the contexts; an oracle pools them by hand."""
-    cell = Cell("bundled", "bundled:count=6", "kvzip", "0.05", adapter="auto")
+    cell = Cell("tiny", "tiny:count=6", "kvzip", "0.05", adapter="auto")
     sides = {True: [], False: []}
-    for seed, spec in enumerate(("bundled:count=6", "bundled:count=6,seed=1")):
+    for seed, spec in enumerate(("tiny:count=6", "tiny:count=6,seed=1")):
         for restored, side in sides.items():
             asked = replace(cell, benchmark=spec, adapter="auto" if restored else None)
             side += [replace(answer, document=f"{seed} {answer.document}") for answer in answers(asked, folder)]
     expected = compared(sides[True], sides[False])
     told = next(
-        row for row in rows(folder, "paired-bundled-bundled-kvpress")
-        if (row["benchmark"], row["method"], row["ratio"]) == ("bundled:count=6", "KVzip + RestoreKV", "0.05")
+        row for row in rows(folder, "paired-tiny-tiny-kvpress")
+        if (row["benchmark"], row["method"], row["ratio"]) == ("tiny:count=6", "KVzip + RestoreKV", "0.05")
     )  # fmt: skip
     for key, value in expected.items():
         assert float(told[key]) == pytest.approx(value), key
@@ -169,11 +169,11 @@ def test_protocols_are_explained_in_the_run_s_own_pairs(folder, page):
     heads = report_world.LAYERS * report_world.HEADS
     tokens = [
         line["tokens"] for result in load(folder)
-        if result.cell == Cell.full(model="bundled", benchmark="qasper") for line in result.lines
+        if result.cell == Cell.full(model="tiny", benchmark="qasper") for line in result.lines
     ]  # fmt: skip
     counted = np.mean([int((t + 3) * heads * 5 // 100) for t in tokens])
     free = np.mean([28 * heads + t * heads * 5 // 100 for t in tokens])
-    table = {(row["ratio"], row["protocol"]): row for row in rows(folder, "protocol-pairs-bundled-qasper-kvpress")}
+    table = {(row["ratio"], row["protocol"]): row for row in rows(folder, "protocol-pairs-tiny-qasper-kvpress")}
     assert float(table["0.05", "kvzip"]["held"]) == pytest.approx(free)
     assert float(table["0.05", "kvpress"]["held"]) == pytest.approx(counted)
     assert float(table["0.05", "kvzip"]["context"]) == pytest.approx(free - 28 * heads)
@@ -182,26 +182,26 @@ def test_protocols_are_explained_in_the_run_s_own_pairs(folder, page):
 
 
 def test_needles_by_length_and_depth(folder):
-    cell = Cell("bundled", "needle", "kvzip", "0.05", adapter="auto")
+    cell = Cell("tiny", "needle", "kvzip", "0.05", adapter="auto")
     found = {answer.document: 100 * answer.score for answer in answers(cell, folder)}
-    told = [row for row in rows(folder, "needle-bundled-needle-kvpress-0.05") if row["method"] == "KVzip + RestoreKV"]
+    told = [row for row in rows(folder, "needle-tiny-needle-kvpress-0.05") if row["method"] == "KVzip + RestoreKV"]
     assert {f"{row['length']}-{float(row['depth']):g}": float(row["score"]) for row in told} == found
     assert len(found) == 6
 
 
 def test_what_was_kept_stands_beside_the_ratio(folder):
     result = next(
-        found for found in load(folder) if found.cell == Cell("bundled", "qasper", "snapkv", "0.2", protocol="kvzip")
+        found for found in load(folder) if found.cell == Cell("tiny", "qasper", "snapkv", "0.2", protocol="kvzip")
     )
     told = next(
-        row for row in rows(folder, "kept-bundled-qasper-kvzip") if (row["method"], row["ratio"]) == ("SnapKV", "0.2")
+        row for row in rows(folder, "kept-tiny-qasper-kvzip") if (row["method"], row["ratio"]) == ("SnapKV", "0.2")
     )
     for key in ("pairs", "pairs_with_prefix", "bytes", "kept", "kept_with_prefix"):
         assert float(told[key]) == pytest.approx(result.summary[key])
 
 
 def test_fidelity_is_that_of_the_summaries(folder, page):
-    found = {(row["method"], row["ratio"]): row for row in rows(folder, "fidelity-bundled-qasper-kvzip")}
+    found = {(row["method"], row["ratio"]): row for row in rows(folder, "fidelity-tiny-qasper-kvzip")}
     assert len(found) == 8, "the full cache is what the others are compared with"
     for result in load(folder):
         if result.cell.benchmark == "qasper" and result.cell.protocol == "kvzip" and result.cell.evictor == "kvzip":
@@ -226,10 +226,10 @@ def test_conventions_of_every_cell(folder, page):
 
 
 def test_unfinished_cells_are_said_to_run(tmp_path):
-    base = Cell("bundled", "qasper", "kvzip", "0.1")
+    base = Cell("tiny", "qasper", "kvzip", "0.1")
     report_world.write_cell(tmp_path, base)
     report_world.write_cell(tmp_path, replace(base, adapter="auto"), answered=2)
-    report_world.write_cell(tmp_path, Cell.full(model="bundled", benchmark="qasper"), answered=0)
+    report_world.write_cell(tmp_path, Cell.full(model="tiny", benchmark="qasper"), answered=0)
     build.report(tmp_path)
     page = Page((tmp_path / "report" / "index.html").read_text())
     assert "running (2 of 6 contexts)" in page.text and "running (0 of 6 contexts)" in page.text
@@ -239,7 +239,7 @@ def test_unfinished_cells_are_said_to_run(tmp_path):
 
 
 def test_sections_need_data(tmp_path):
-    report_world.write_cell(tmp_path, Cell("bundled", "qasper", "kvzip", "0.1"))
+    report_world.write_cell(tmp_path, Cell("tiny", "qasper", "kvzip", "0.1"))
     build.report(tmp_path)
     page = Page((tmp_path / "report" / "index.html").read_text())
     assert page.headings == [
@@ -273,7 +273,7 @@ def test_many_methods_have_a_panel_each(tmp_path):
 
 def test_a_control_is_no_other_method(tmp_path):
     """Fewer restore tokens, an offset and a prefix policy of its own have labels or places of their own."""
-    base = Cell("bundled", "qasper", "kvzip", "0.1")
+    base = Cell("tiny", "qasper", "kvzip", "0.1")
     for cell in (base, replace(base, adapter="auto"), replace(base, adapter="auto", restore_tokens=1)):
         report_world.write_cell(tmp_path, cell)
     report_world.write_cell(tmp_path, replace(base, offset=8))
@@ -286,7 +286,7 @@ def test_a_control_is_no_other_method(tmp_path):
 
 @pytest.mark.parametrize("change", [{"fingerprint": "0" * 16}, {"benchmark": {"digest": "0" * 16}}])
 def test_mixed_up_cells_are_refused(tmp_path, change):
-    base = Cell("bundled", "qasper", "kvzip", "0.1")
+    base = Cell("tiny", "qasper", "kvzip", "0.1")
     report_world.write_cell(tmp_path, base)
     facts = report_world.facts_of(base, 6)
     other = {key: {**facts[key], **value} if isinstance(value, dict) else value for key, value in change.items()}
@@ -298,7 +298,7 @@ def test_mixed_up_cells_are_refused(tmp_path, change):
 
 def test_the_same_context_in_two_seeds_counts_once(tmp_path):
     """Where a seed draws from a fixed set, both may have drawn one context."""
-    base = Cell("bundled", "qasper:count=6", "kvzip", "0.1")
+    base = Cell("tiny", "qasper:count=6", "kvzip", "0.1")
     first = report_world.write_cell(tmp_path, base)
     second = report_world.write_cell(tmp_path, replace(base, benchmark="qasper:count=6,seed=1"))
     lines = [json.loads(line) for line in (first.folder / "answers.jsonl").read_text().splitlines()]
@@ -317,7 +317,7 @@ def test_needles_in_two_haystacks_count_twice(tmp_path):
 
 
 def test_what_stands_in_for_official_data_is_told_beside_the_chart(tmp_path):
-    cell = Cell("m", "bundled:count=6", "kvzip", "0.1")
+    cell = Cell("m", "tiny:count=6", "kvzip", "0.1")
     made = report_world.facts_of(cell, 6)["benchmark"] | {"stand_ins": {"qa_1": "generated documents"}}
     report_world.write_cell(tmp_path, cell, benchmark=made)
     build.report(tmp_path)
@@ -346,7 +346,7 @@ def test_command_line(folder, tmp_path, capsys):
 
 def test_a_page_with_more_beside_it_stays(tmp_path):
     """`python -m paper` writes OUT/report too, with paper.json beside the page."""
-    report_world.write_cell(tmp_path, Cell("bundled", "qasper", "kvzip", "0.1"))
+    report_world.write_cell(tmp_path, Cell("tiny", "qasper", "kvzip", "0.1"))
     build.report(tmp_path)
     (tmp_path / "report" / "paper.json").write_text("{}")
     with pytest.raises(RestoreKVError, match=r"holds paper\.json"):
@@ -370,7 +370,7 @@ def test_adapters_in_folders_of_one_name_are_told_apart(name, others, told):
 
 def test_storage_and_streaming_stand_behind_the_plain_method(tmp_path):
     """The plain one keeps the evictor's look and title; a restored cell is paired with a base that is held as it is."""
-    base = Cell("bundled", "bundled:count=6", "kvzip", "0.05")
+    base = Cell("tiny", "tiny:count=6", "kvzip", "0.05")
     for changed in ({"storage": "fp8"}, {"storage": "int8"}, {"streaming": 512}, {}):
         for adapter in (None, "auto"):
             report_world.write_cell(tmp_path, replace(base, adapter=adapter, **changed), answered=2)
@@ -386,7 +386,7 @@ def test_storage_and_streaming_stand_behind_the_plain_method(tmp_path):
 
 def test_a_task_below_ten_on_the_full_cache_is_left_out_of_means_and_shown(tmp_path, monkeypatch):
     monkeypatch.setitem(report_world.SKILL, "full", 0.0)
-    cells = report_world.cells_of("bundled:count=6", ("kvzip",), ("0.2",))
+    cells = report_world.cells_of("tiny:count=6", ("kvzip",), ("0.2",))
     for cell in cells:
         result = report_world.write_cell(tmp_path, cell)
         lines = [json.loads(json.dumps(line)) for line in result.lines]

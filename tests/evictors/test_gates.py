@@ -13,7 +13,7 @@ from restorekv.compression.eviction import Eviction
 from restorekv.errors import GateError, RestoreKVError
 from restorekv.evictors import gate_file
 from restorekv.evictors.gate_file import GateCard
-from restorekv.model.load import bundled_path, load_model
+from restorekv.model.load import load_model, tiny_path
 from restorekv.model.observer import observe_layers
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context
@@ -295,10 +295,10 @@ def test_the_shipped_gates_rank_like_their_evictors(spec, target):
 
 
 def test_the_shipped_gates_are_small():
-    files = list(bundled_path("gates").iterdir())
+    files = list(tiny_path("gates").iterdir())
     assert {path.stem for path in files} == set(gate_file.KINDS)
     assert sum(path.stat().st_size for path in files) < 2_000_000
-    assert {gate_file.read(path).card.model for path in files} == {"bundled"}
+    assert {gate_file.read(path).card.model for path in files} == {"tiny"}
 
 
 @pytest.mark.parametrize("spec", ["fastkvzip:window=1.5", "fastkvzip:window=nan", "fastkvzip:sinks=-1", "kvzap:tau=1"])

@@ -210,7 +210,7 @@ def seal_data(folder: Path) -> None:
 
 
 def make_grid(folder: Path) -> None:
-    grid = Grid(("bundled",), [("knorm", None)], ("bundled:count=2,low=60,high=90",), ratios=("0.2",))
+    grid = Grid(("tiny",), [("knorm", None)], ("tiny:count=2,low=60,high=90",), ratios=("0.2",))
     run(grid.cells(), folder)
 
 

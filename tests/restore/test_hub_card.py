@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 
 from restorekv.compression.compressor import compress
 from restorekv.errors import AdapterError, RestoreKVWarning
-from restorekv.model.load import bundled_path, load_model
+from restorekv.model.load import load_model, tiny_path
 from restorekv.restore import model_card
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.restore.adapter_file import read
@@ -76,7 +76,7 @@ def test_what_is_not_recorded_is_not_shown():
     [
         ("Qwen/Qwen3-8B", "CC BY-NC 4.0", ("Qwen/Qwen3-8B", "cc-by-nc-4.0", None)),
         ("Qwen/Qwen3-8B", "Apache-2.0", ("Qwen/Qwen3-8B", "apache-2.0", None)),
-        ("bundled", None, (None, "unknown", None)),
+        ("tiny", None, (None, "unknown", None)),
         ("/home/me/model", "My: own\nlicense", (None, "other", "my-own-license")),
         ("tests", "public domain", (None, "other", "public-domain")),
     ],
@@ -149,7 +149,7 @@ def test_our_cards_are_renewed_and_others_stay(tmp_path):
 
 
 def test_shipped_cards_load_unchanged(tmp_path):
-    for folder in bundled_path("adapters").iterdir():
+    for folder in tiny_path("adapters").iterdir():
         entries, card = json.loads((folder / "restorekv.json").read_text()), read(folder).card
         assert {key: value for key, value in entries.items() if key not in ("version", "sha256", "checksum")} == {
             key: list(value) if isinstance(value, tuple) else value

@@ -13,7 +13,7 @@ from tokenizers import normalizers
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.model.load import load_model
 from restorekv.train import teacher_cache as cache_module
-from restorekv.train.examples import bundled_examples
+from restorekv.train.examples import tiny_examples
 from restorekv.train.loop import train
 from restorekv.train.teacher_cache import TeacherCache, facts
 from tests.helpers.models import build_model
@@ -48,8 +48,8 @@ def test_cached_equals_uncached(tiny_tokenizer, tmp_path, evictor, prefills):
 
 @pytest.mark.slow
 def test_fifty_steps_from_the_cache_are_those_without_it(tmp_path):
-    model, tokenizer = load_model("bundled")
-    examples = bundled_examples(tokenizer, 3, 0, 100, 160)
+    model, tokenizer = load_model("tiny")
+    examples = tiny_examples(tokenizer, 3, 0, 100, 160)
     config = replace(LIVE, steps=50, contexts=1, restore_tokens=3, lr=4e-3, max_new_tokens=16)
     train(model, tokenizer, examples, config, tmp_path / "live")
     train(model, tokenizer, examples, config, tmp_path / "cached", store=tmp_path / "store")

@@ -31,7 +31,7 @@ def run(
     adapter: options.Adapter = "auto",
     restore_tokens: options.RestoreTokens = None,
     system: options.System = "",
-    model: options.Model = "bundled",
+    model: options.Model = "tiny",
     prefix_policy: options.PrefixPolicy = "free",
     on_small_budget: options.OnSmallBudget = "error",
     allocation: options.Allocation = "global",

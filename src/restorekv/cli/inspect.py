@@ -18,7 +18,7 @@ from restorekv.compression.context import size
 from restorekv.errors import ModelError
 from restorekv.evaluation.survivors import Survivors, check_format, save_plot
 from restorekv.files import write_json
-from restorekv.model.load import BUNDLED, load_tokenizer, shipped_name
+from restorekv.model.load import TINY, load_tokenizer, shipped_name
 from restorekv.model.prompt import template_hash
 
 SHADES = " ░▒▓█"
@@ -60,7 +60,7 @@ def find_tokenizer(survivors: Survivors, model: str | None) -> Tokenizer | None:
     """Returns the tokenizer asked for, or that of a model that ships, if its template fits; the file names no other."""
     if model is not None:
         return load_tokenizer(model)
-    for name in filter(None, (shipped_name(survivors.manifest.model), BUNDLED)):
+    for name in filter(None, (shipped_name(survivors.manifest.model), TINY)):
         try:
             tokenizer = load_tokenizer(name, offline=True)
         except ModelError:

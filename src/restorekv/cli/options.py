@@ -44,7 +44,7 @@ Adapter = Annotated[
         "folder or a hub id."
     ),
 ]
-MODEL_HELP = "smollm2, tiny (also called bundled), a model folder, a GGUF file or a hub id."
+MODEL_HELP = "smollm2, tiny, a model folder, a GGUF file or a hub id."
 Model = Annotated[str, typer.Option(help=MODEL_HELP)]
 OtherModel = Annotated[
     str | None, typer.Option("--model", help=f"The model, needed unless it is one that ships. {MODEL_HELP}")

@@ -15,7 +15,7 @@ from restorekv.compression.eviction import make_compressor, shipped_adapter
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import RestoreKVError
 from restorekv.files import has_type
-from restorekv.model.load import BUNDLED, bundled_path, canonical
+from restorekv.model.load import TINY, canonical, tiny_path
 
 Item = TypeVar("Item")
 FULL = "full"
@@ -117,7 +117,7 @@ class Grid:
 
     models: Sequence[str]
     methods: Sequence[tuple[str, str | None]]
-    benchmarks: Sequence[str] = ("bundled",)
+    benchmarks: Sequence[str] = ("tiny",)
     protocols: Sequence[str] = ("kvpress",)
     ratios: Sequence[str] = ("0.4", "0.2", "0.1", "0.05")
     seeds: Sequence[int] = ()
@@ -145,7 +145,7 @@ class Grid:
 
     def shipped(self, model: str, evictor: str) -> str | None:
         """Returns "auto" where an adapter ships for the model and evictor, else None."""
-        name = BUNDLED if Path(model).resolve() == bundled_path("model").resolve() else model
+        name = TINY if Path(model).resolve() == tiny_path("model").resolve() else model
         return "auto" if not self.common.get("offset") and shipped_adapter(name, evictor) else None
 
     def benchmark_specs(self) -> Iterator[str]:

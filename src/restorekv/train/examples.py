@@ -65,12 +65,12 @@ def examples_hash(examples: Sequence[Example]) -> str:
     return digest.hexdigest()[:16]
 
 
-def bundled_examples(tokenizer: Tokenizer, count: int, seed: int, low: int, high: int) -> list[Example]:
-    """Returns `count` bundled documents of the split that only the restore pass is trained on."""
+def tiny_examples(tokenizer: Tokenizer, count: int, seed: int, low: int, high: int) -> list[Example]:
+    """Returns `count` documents of the tiny world, of the split that only the restore pass is trained on."""
     return [
         Example(
             document.text, tuple(q.text for q in document.questions), tuple(" " + q.target for q in document.questions),
-            source="bundled world", license="apache-2.0", where=f"bundled document {number}",
+            source="tiny world", license="apache-2.0", where=f"document {number} of the tiny world",
         )
         for number, document in enumerate(documents(tokenizer, count, f"restore {seed}", seed, low, high))
     ]  # fmt: skip
@@ -110,7 +110,7 @@ def from_mixture(folder: Path, model: PreTrainedModel, tokenizer: Tokenizer) -> 
 def from_lines(path: Path) -> list[Example]:
     """Reads lines {"context", "questions"}, with "answers" (one each), "source" and "license" if known."""
     if not path.is_file():
-        raise RestoreKVError(f"There is no training file {path}; give a JSON-lines file, a mixture or 'bundled'.")
+        raise RestoreKVError(f"There is no training file {path}; give a JSON-lines file, a mixture or 'tiny'.")
     examples = [parsed(row, f"{path}, {place}") for place, row in values(path)]
     if not examples:
         raise RestoreKVError(f"The training file {path} has no examples; write one JSON object per line.")

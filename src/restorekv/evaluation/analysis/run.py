@@ -139,6 +139,6 @@ def settings_of(
 
 
 def label_of(*parts: str) -> str:
-    """Returns a file's name, as "bundled-kvzip"; of a path or a hub id it takes the last part."""
+    """Returns a file's name, as "tiny-kvzip"; of a path or a hub id it takes the last part."""
     names = [re.sub(r"[^\w.+=-]+", "-", part.rstrip("/").rsplit("/", 1)[-1]).strip("-") for part in parts]
     return "-".join(names)

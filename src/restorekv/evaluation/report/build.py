@@ -59,7 +59,7 @@ def terminal(results: Sequence[Result]) -> list[Table]:
 
 def title(run: Run) -> str:
     """Says what was measured."""
-    models = dict.fromkeys(model_name(each.model).replace("Bundled", "the bundled") for each in run.conditions)
+    models = dict.fromkeys(model_name(each.model).replace("Tiny", "the tiny") for each in run.conditions)
     return f"Answers from compressed caches: {listed(models)}" if models else "Attention to compressed caches"
 
 

@@ -280,4 +280,4 @@ def ending(name: str, others: Collection[str | None]) -> str:
 
 
 def model_name(name: str) -> str:
-    return "Bundled model" if name == "bundled" else ending(name, ())
+    return "Tiny model" if name == "tiny" else ending(name, ())
