@@ -133,7 +133,7 @@ def test_paired_table_has_the_gains_of_stats(folder, page):
             side += [replace(answer, document=f"{seed} {answer.document}") for answer in answers(asked, folder)]
     expected = compared(sides[True], sides[False])
     told = next(
-        row for row in rows(folder, "paired-tiny-tiny-kvpress")
+        row for row in rows(folder, "paired-tiny-needle-kvpress")
         if (row["benchmark"], row["method"], row["ratio"]) == ("tiny:count=6", "KVzip + RestoreKV", "0.05")
     )  # fmt: skip
     for key, value in expected.items():
