@@ -46,7 +46,6 @@ nightly: venv hostile
 SEED ?= 0
 hostile: venv
 	$(RUN) tests.hostile.files --count 10000 --seed $(SEED)
-	$(RUN) tests.hostile.files --count 1000 --seed $(SEED) --key
 	$(RUN) tests.hostile.others --count 3000 --seed $(SEED)
 	$(RUN) tests.hostile.models --count 600 --seed $(SEED)
 	$(RUN) tests.hostile.threads --minutes 10 --seed $(SEED)
@@ -155,6 +154,6 @@ ablations: venv
 	$(RUN) paper runs/paper --retrain --markdown docs/ablations.md \
 		--only components,prune-first,tokens,ratio-range,mismatch,seeds,offset,beyond
 
-# The appendix's table of training data on made-up texts and the bundled model, into docs/data-table.md; resumable.
+# The appendix's table of training data on made-up texts and the tiny model, into docs/data-table.md; resumable.
 data-table: venv
 	$(VENV)/bin/python recipes/tiny/mixture.py runs/mixture

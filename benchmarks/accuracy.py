@@ -1,6 +1,6 @@
 """What 8 bits a number and streaming cost in answers: python -m benchmarks.accuracy [DOCUMENTS [FOLDER]].
 
-Documents of the bundled suite, compressed by KVzip with the bundled model in float32 and its restore adapter: held in
+Documents of the tiny suite, compressed by KVzip with the tiny model in float32 and its restore adapter: held in
 float32, int8 and fp8 from one preparation, and streamed in parts of PART tokens (documents of at most PART tokens go
 the plain way). Cells of a grid like any other: FOLDER is a run that `restorekv report` reads, and one that was stopped
 goes on. Scores are means over families x 100; a difference is paired with the same questions of the plain way, its
@@ -21,7 +21,7 @@ from restorekv.evaluation.results import Result
 from restorekv.evaluation.run import LocalPool, Progress
 from restorekv.evaluation.run import run as run_grid
 from restorekv.evaluation.stats import compared
-from restorekv.model.load import BUNDLED
+from restorekv.model.load import TINY
 
 RATIOS, PART = ("0.2", "0.05"), 512
 VARIANTS = {storage: {"storage": storage} for storage in STORAGES} | {f"streaming {PART}": {"streaming": PART}}
@@ -30,7 +30,7 @@ Key = tuple[str, str]  # variant, ratio
 
 def cells(documents: int) -> dict[Key, Cell]:
     """Every variant at every ratio, the plain ones first."""
-    place = {"model": BUNDLED, "benchmark": f"bundled:count={documents}", "dtype": "float32", "prefix_policy": "free"}
+    place = {"model": TINY, "benchmark": f"tiny:count={documents}", "dtype": "float32", "prefix_policy": "free"}
     return {
         (name, ratio): Cell(evictor="kvzip", ratio=ratio, adapter="auto", **place, **changed)
         for name, changed in VARIANTS.items()

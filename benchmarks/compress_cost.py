@@ -20,13 +20,12 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from benchmarks.measure import Peak, serve
-from restorekv.compression.budget import from_file
 from restorekv.compression.eviction import Eviction, shipped_adapter
 from restorekv.compression.prepared import timed
 from restorekv.errors import RestoreKVError
 from restorekv.evictors import gate_file
 from restorekv.evictors.gate_file import Gate, GateCard
-from restorekv.model.load import BUNDLED, load_model, model_name
+from restorekv.model.load import TINY, load_model, model_name
 from restorekv.model.prompt import Context, make_context
 from restorekv.model.shape import CacheShape
 from restorekv.restore.adapter import RestoreAdapter
@@ -52,7 +51,7 @@ def measure_compression(job: dict) -> dict:
     """Warms up without an adapter, loads it and compresses for the memory, then `repeat` times for the seconds."""
     model, tokenizer = load_model(job["model"], job["dtype"], job["device"])
     spec, gate = scorer_of(model, job["evictor"], Path(job["folder"]))
-    base, context = Eviction.make(spec, None, **from_file(job["conventions"])), context_of(tokenizer, job["tokens"])
+    base, context = Eviction.make(spec, None, **job["conventions"]), context_of(tokenizer, job["tokens"])
     compress(base, model, tokenizer, context_of(tokenizer, WARM_UP), 1.0)
     peak: dict[str, int | None] = {}
     with memory(model.device, peak):
@@ -104,7 +103,7 @@ def map_blocks_from(size: int) -> None:
 
 def scorer_of(model: PreTrainedModel, evictor: str, folder: Path) -> tuple[str, str | None]:
     """Returns a spec and the source of its gate: a random one where a learned scorer names none and none ships."""
-    if evictor not in LEARNED or model_name(model) == BUNDLED:
+    if evictor not in LEARNED or model_name(model) == TINY:
         return evictor, None
     return f"{evictor}:gate={random_gate(model, evictor, folder)}", "random"
 

@@ -17,7 +17,7 @@ from restorekv.evaluation.grid import Cell, Job, jobs
 from restorekv.evaluation.results import CELLS, SUMMARY, Result
 from restorekv.evaluation.run import LocalPool, Progress, WorkerPool, check, run
 
-PREPARING, MATCHING = 10, 15  # what a preparation and a cell of Attention Matching cost, in cells (bundled model, CPU)
+PREPARING, MATCHING = 10, 15  # what a preparation and a cell of Attention Matching cost, in cells (tiny model, CPU)
 CELL_SECONDS = 0.08
 UNKNOWN = 100  # contexts of a benchmark that tells no number
 NAMED = 3
@@ -79,11 +79,11 @@ def carry_out(
     parts += [(f"{study.number}: {study.title}", study.minutes * 60 / CELL_SECONDS) for study in studies]
     clock, done, pool = Clock(parts, tell), Done(), pool or LocalPool(setting.setup.device)
     for turn, job in enumerate(work):
-        with done.unless((job.first.benchmark, job.first.evictor), strict=setting.bundled):
+        with done.unless((job.first.benchmark, job.first.evictor), strict=setting.tiny):
             done.results |= zip(job.cells, run(job.cells, out, pool, listener(clock, turn)), strict=True)
     for turn, study in enumerate(studies, len(work)):
         clock.at(turn, 0.0)
-        with done.unless((study.name, ""), strict=setting.bundled):
+        with done.unless((study.name, ""), strict=setting.tiny):
             study.measure(setting, out, lambda part, whole, turn=turn: clock.at(turn, part / max(whole, 1)))
     return done
 

@@ -20,7 +20,7 @@ from restorekv.cli.session import notes, output, print_written, quiet
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.evaluation.report import SVG
 from restorekv.files import check_target, replacing
-from restorekv.model.load import BUNDLED, SMOLLM2, canonical
+from restorekv.model.load import SMOLLM2, TINY, canonical
 
 RESULTS = "results"
 
@@ -32,7 +32,7 @@ Markdown = Annotated[Path | None, typer.Option(help="The tables here too, and th
 def run(
     context: typer.Context,
     out: Out = Path("runs/paper"),
-    model: options.Model = BUNDLED,
+    model: options.Model = TINY,
     adapters: Annotated[str | None, typer.Option(help="With --model: a folder by evictor, or published.")] = None,
     benchmark: Annotated[
         list[str] | None,
@@ -56,7 +56,7 @@ def run(
     if listed:
         tell_list(experiments, asked)
         return
-    if retrain and not asked.bundled and data is None:
+    if retrain and not asked.tiny and data is None:
         raise RestoreKVError("--retrain on another model needs --data, what is trained on.")
     if markdown:
         check_target(markdown)
@@ -80,12 +80,12 @@ def setting_of(
     out: Path, model: str, adapters: str | None, benchmarks: list[str], data: Path | None, common: dict[str, object]
 ) -> setting.Setting:
     """What the model is asked; refuses what is for another one."""
-    if model == BUNDLED and (adapters or data or benchmarks):
-        raise RestoreKVError("--adapters, --data and --benchmark are for another --model; the bundled one has its own.")
+    if model == TINY and (adapters or data or benchmarks):
+        raise RestoreKVError("--adapters, --data and --benchmark are for another --model; the tiny one has its own.")
     if model == SMOLLM2 and benchmarks:
         raise RestoreKVError("--benchmark is for another --model; smollm2 has benchmarks that ship, see --count.")
-    if model == BUNDLED:
-        return setting.bundled(out, **common)
+    if model == TINY:
+        return setting.tiny(out, **common)
     if model == SMOLLM2:
         return smollm2.smollm2(out, adapters=adapters, data=data, **common)
     return setting.backbone(out, model, adapters, given=benchmarks, data=data, **common)

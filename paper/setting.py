@@ -13,7 +13,7 @@ from restorekv import tasks
 from restorekv.compression.eviction import shipped_adapter
 from restorekv.errors import AdapterError, RestoreKVError
 from restorekv.evaluation.grid import FULL, Cell
-from restorekv.model.load import BUNDLED
+from restorekv.model.load import TINY
 from restorekv.restore import publish
 from restorekv.tiny import world
 from restorekv.train.config import TrainConfig
@@ -24,9 +24,9 @@ PUBLISHED = "published"
 SEEDS = (0, 1, 2)
 TRAINED = Path(__file__).parent / "ablations"  # adapters of the ablations, by model and training
 ASKED = ("ruler", "qasper", "quality", "longhealth", "longbench", "scbench")
-ABOUT_BUNDLED = (
+ABOUT_TINY = (
     "The paper's figures are of other models and other questions: what can be compared is the order of rows and the "
-    "size of gains, not the scores. The bundled adapters were trained with the chat prefix kept beside the budget, so "
+    "size of gains, not the scores. The tiny adapters were trained with the chat prefix kept beside the budget, so "
     "they are asked so here. Where n restore tokens exceed the budget of a short document, fewer are used."
 )
 
@@ -94,8 +94,8 @@ class Setting:
         return self.setup.model
 
     @property
-    def bundled(self) -> bool:
-        return self.model == BUNDLED
+    def tiny(self) -> bool:
+        return self.model == TINY
 
     @property
     def settings(self) -> TrainConfig:
@@ -143,18 +143,18 @@ class Setting:
             return str((Path(self.adapters) / evictor).absolute())
         if shipped_adapter(self.model, evictor):
             return "auto" if used == evictor else f"{self.model}:{evictor}"
-        return None if self.bundled else self.folder_of(self.training({"evictor": evictor}, 0))
+        return None if self.tiny else self.folder_of(self.training({"evictor": evictor}, 0))
 
     def trained(self, changed: Mapping[str, object], seed: int, used: str) -> str | None:
         """The adapter of a training for caches of the evictor `used`: trained here, shipped, or given."""
         training = self.training(changed, seed)
         if found := self.folder_of(training):
             return found
-        own = self.settings == ABLATIONS or not self.bundled
+        own = self.settings == ABLATIONS or not self.tiny
         stored = TRAINED / self.model / training.name
         if own and stored.is_dir():
             return str(stored.relative_to(Path.cwd()) if stored.is_relative_to(Path.cwd()) else stored)
-        if self.bundled:
+        if self.tiny:
             return None
         if seed == 0 and training.config == replace(self.settings, evictor=training.config.evictor, seed=0):
             return self.of_evictor(training.config.evictor, used)
@@ -167,7 +167,7 @@ class Setting:
     def wanted(self, row: Row) -> list[Training]:
         """The trainings that would make the adapters that are not at hand."""
         lacking = [seed for seed, place in self.located(row).items() if seed is not None and place is None]
-        if row.adapter == OWN and self.bundled:
+        if row.adapter == OWN and self.tiny:
             return []
         changed = {"evictor": row.evictor} if row.adapter == OWN else row.adapter
         return [self.training(changed, seed) for seed in lacking]
@@ -179,16 +179,16 @@ def trained_under(row: Row) -> dict[str, object]:
     return {key: changed[key] for key in ("allocation", "restore_from") if key in changed}
 
 
-def bundled(
+def tiny(
     out: Path, count: int = 0, seeds: tuple[int, ...] = SEEDS, settings: TrainConfig = ABLATIONS, **more: object
 ) -> Setting:
-    """The bundled model with the suite's groups for the four benchmarks, and families of it for the rest."""
+    """The tiny model with the suite's groups for the four benchmarks, and families of it for the rest."""
     if count < 0:
         raise RestoreKVError(f"count is a number of documents, at least 0, not {count}.")
-    suite = f"bundled:count={count or DOCUMENTS}"
-    long = f"bundled:count={count or LONG_DOCUMENTS},low={LONGEST + 20},split=long"
+    suite = f"tiny:count={count or DOCUMENTS}"
+    long = f"tiny:count={count or LONG_DOCUMENTS},low={LONGEST + 20},split=long"
     ruler, qasper, quality, health = world.GROUPS.values()
-    of = "of the bundled suite (documents of 512 to 2,048 tokens) stand for"
+    of = "of the tiny suite (documents of 512 to 2,048 tokens) stand for"
     benches = {
         "ruler": Bench("RULER-4K", suite, {"": ruler}, f"The families {', '.join(ruler)} {of} RULER-4K."),
         "qasper": Bench("QASPER", suite, {"": qasper}, f"The families {', '.join(qasper)} {of} QASPER."),
@@ -198,7 +198,7 @@ def bundled(
             "LongBench", suite,
             {"S-QA": ("qa",), "M-QA": ("multiquery", "vt"), "Summ": ("freeform",),
              "Synth": ("single", "multikey", "multivalue", "cwe", "fwe")},
-            "Families of the bundled suite stand for LongBench's categories: qa for S-QA; multiquery and vt, whose "
+            "Families of the tiny suite stand for LongBench's categories: qa for S-QA; multiquery and vt, whose "
             "answers lie in several places, for M-QA; freeform, which gathers all that is said of someone, for Summ; "
             "single, multikey, multivalue, cwe and fwe for Synth. Few-shot and Code have no counterpart.",
         ),
@@ -211,7 +211,7 @@ def bundled(
     setup = Setup(out / "trained", settings, contexts=CONTEXTS, **more)
     conventions = {"prefix_policy": "free", "on_small_budget": "fewer"}
     return Setting(
-        setup, benches, conventions, seeds=seeds, more_ratios=(0.025,), name="the bundled model", about=ABOUT_BUNDLED,
+        setup, benches, conventions, seeds=seeds, more_ratios=(0.025,), name="the tiny model", about=ABOUT_TINY,
         efficiency_tokens=2048,
     )  # fmt: skip
 

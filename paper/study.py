@@ -18,7 +18,7 @@ Tell = Callable[[int, int], None]
 class Study:
     """`measure` leaves what is needed in OUT and goes on where it stopped; `show` makes blocks and claims of that.
 
-    `minutes` is about how long measuring takes on the bundled model.
+    `minutes` is about how long measuring takes on the tiny model.
     """
 
     name: str

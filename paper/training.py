@@ -18,10 +18,10 @@ import torch
 from paper.recipe import LONGEST, SHORTEST
 from restorekv.errors import RestoreKVError
 from restorekv.files import locked, replacing
-from restorekv.model.load import BUNDLED, load_model
+from restorekv.model.load import TINY, load_model
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.config import TrainConfig
-from restorekv.train.examples import Example, bundled_examples, read_examples
+from restorekv.train.examples import Example, read_examples, tiny_examples
 from restorekv.train.loop import train
 
 Told = Callable[[str], None]
@@ -30,11 +30,11 @@ CARD = "restorekv.json"
 
 @dataclass(frozen=True)
 class Setup:
-    """What all trainings of a folder have in common. `contexts` counts the bundled training documents."""
+    """What all trainings of a folder have in common. `contexts` counts the tiny training documents."""
 
     folder: Path
     settings: TrainConfig
-    model: str = BUNDLED
+    model: str = TINY
     data: Path | None = None
     contexts: int = 500
     device: str = "cpu"
@@ -42,14 +42,14 @@ class Setup:
 
     @property
     def store(self) -> tuple[Path, bool]:
-        """Where prefills, scores and lessons are kept; the full caches of the bundled model take 2 GB in all."""
-        return self.folder / "lessons", self.model == BUNDLED
+        """Where prefills, scores and lessons are kept; the full caches of the tiny model take 2 GB in all."""
+        return self.folder / "lessons", self.model == TINY
 
     def examples(self, model, tokenizer) -> list[Example]:
         """The same for every seed: only initial weights, order and ratios differ, as in the paper."""
         if self.data is not None:
             return read_examples(self.data, model, tokenizer)
-        return bundled_examples(tokenizer, self.contexts, 0, SHORTEST, LONGEST)
+        return tiny_examples(tokenizer, self.contexts, 0, SHORTEST, LONGEST)
 
     def made_with(self, config: TrainConfig) -> dict:
         """What an adapter depends on, besides the model's weights, which its own card tells."""
@@ -57,9 +57,9 @@ class Setup:
         return {"train": told, "model": self.model, "data": self.described_data()}
 
     def described_data(self) -> str:
-        """What was trained on: the bundled world, or a digest of the files."""
+        """What was trained on: the tiny world, or a digest of the files."""
         if self.data is None:
-            return f"bundled: {self.contexts} documents of {SHORTEST} to {LONGEST} tokens"
+            return f"tiny: {self.contexts} documents of {SHORTEST} to {LONGEST} tokens"
         files = sorted(path for path in self.data.rglob("*") if path.is_file()) if self.data.is_dir() else [self.data]
         digest = hashlib.sha256()
         for path in files:

@@ -44,7 +44,7 @@ GRID = (
     "--evictor",
     "snapkv",
     "--benchmark",
-    "bundled",
+    "tiny",
 )
 TRAIN = ("--steps", "20", "--count", "6", "--restore-tokens", "3", "--rank", "4")
 NEWER = {"contexts"}  # figures that earlier versions do not have

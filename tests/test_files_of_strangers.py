@@ -11,15 +11,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from restorekv import files
+from restorekv import files, seal
 from restorekv.errors import RestoreKVError
-from restorekv.evictors import gate_file
-from restorekv.evictors.gate_file import Gate, GateCard
-from restorekv.model.load import BUNDLED, shipped_path
-from restorekv.model.shape import CacheShape
-from restorekv.restore import adapter_file
-from restorekv.restore.adapter import RestoreAdapter
-from restorekv.train import tensor_file
 
 GOOD = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(0, dtype=torch.int8)}
 
@@ -40,32 +33,33 @@ def refused(call, *arguments) -> str:
 
 
 def test_a_good_file_is_read_as_safetensors_reads_it(good):
-    metadata, tensors = files.read_tensors(good, "The file")
+    metadata, tensors = seal.read_tensors(good, "The file")
     assert metadata == {"k": "ä"} and set(tensors) == set(GOOD)
     assert all(torch.equal(tensors[name], GOOD[name]) and tensors[name].dtype == GOOD[name].dtype for name in GOOD)
-    assert files.read_tensor_bytes(good, "The file") == good.read_bytes() == files.read_bytes(good, "The file")
+    assert seal.read_tensor_bytes(good, "The file") == good.read_bytes() == files.read_bytes(good, "The file")
 
 
 def test_only_regular_files_are_opened(tmp_path, good):
     fifo, link = tmp_path / "fifo", tmp_path / "link"
     os.mkfifo(fifo)
     link.symlink_to(good)
-    for read in (files.read_bytes, files.read_tensors, files.read_json):
+    for read in (files.read_bytes, seal.read_tensors, files.read_json):
         for path in (fifo, tmp_path, "/dev/zero", "/dev/full"):
             assert "not a regular file" in refused(read, path, "The file")
         assert "does not exist" in refused(read, tmp_path / "none", "The file")
         refused(read, tmp_path / ("x" * 300), "The file")
         refused(read, tmp_path / "a\0b", "The file")
-    refused(files.read_tensors, "/proc/self/mem", "The file")  # regular, of size 0, and reading it fails
-    assert files.read_tensors(link, "The file")[0]
+    refused(seal.read_tensors, "/proc/self/mem", "The file")  # regular, of size 0, and reading it fails
+    assert seal.read_tensors(link, "The file")[0]
 
 
 def test_a_large_file_is_refused_before_it_is_read(tmp_path, good, monkeypatch):
     sparse = tmp_path / "sparse"
     sparse.write_bytes(good.read_bytes())
     os.truncate(sparse, 10 << 30)
-    monkeypatch.setattr(files, "read_whole", lambda *_: pytest.fail("the file was read whole"))
-    refused(files.read_tensors, sparse, "The file")
+    for module in (files, seal):
+        monkeypatch.setattr(module, "read_whole", lambda *_: pytest.fail("the file was read whole"))
+    refused(seal.read_tensors, sparse, "The file")
     assert "more than" in refused(files.read_bytes, sparse, "The file")
 
 
@@ -78,7 +72,7 @@ def test_headers_that_do_not_fit_the_file_are_refused(good):
         text = json.dumps({**header, **entries}).encode()
         return struct.pack("<Q", len(text)) + text + body
 
-    assert len(files.open_tensors(other(), "The file")[1]) == 2
+    assert len(seal.parse_tensors(other(), "The file")[1]) == 2
     bad = [b"", raw[:7], raw[:-1], raw + b"x", struct.pack("<Q", 2**63) + raw[8:], struct.pack("<Q", 0) + raw[8:]]
     bad += [struct.pack("<Q", 17 << 20) + bytes(18 << 20)]
     bad += [
@@ -87,7 +81,7 @@ def test_headers_that_do_not_fit_the_file_are_refused(good):
     bad += [other(a={**header["a"], "data_offsets": value}) for value in ([0, 2**40], [-8, 16], [0], "x", [1.5, 24])]
     bad += [other(__metadata__=value) for value in ([], {"k": 7}, "x")]
     for each in bad:
-        refused(files.open_tensors, each, "The file")
+        refused(seal.parse_tensors, each, "The file")
 
 
 @pytest.mark.parametrize(
@@ -152,42 +146,3 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(good):
     with open(good, "rb") as file:
         assert stat.S_ISREG(os.fstat(file.fileno()).st_mode)
         assert "changed" in refused(files.read_whole, file, good.stat().st_size + 1, "The file")
-
-
-@pytest.mark.parametrize("kind", ["adapter", "gate", "training"])
-def test_a_key_refuses_adapters_gates_and_trainings_that_it_did_not_sign(tiny_model, tmp_path, monkeypatch, kind):
-    shape, path = CacheShape.of(tiny_model), tmp_path / "it"
-
-    def write() -> None:
-        if kind == "adapter":
-            adapter = RestoreAdapter.create(tiny_model, 2, rank=2)
-            adapter.save_pretrained(path)
-        elif kind == "gate":
-            sizes = {"weight": (shape.heads, shape.hidden), "bias": (shape.heads,)}
-            layers = [{name: torch.zeros(size) for name, size in sizes.items()} for _ in range(shape.layers)]
-            gate_file.write(path, Gate(layers, GateCard.of(tiny_model, "kvzap-linear", "kvzip+")))
-        else:
-            tensor_file.write(path, {"a": torch.ones(3)}, {"step": "3"})
-
-    def read() -> object:
-        if kind == "adapter":
-            return RestoreAdapter.from_pretrained(tiny_model, path)
-        return gate_file.read(path) if kind == "gate" else tensor_file.read(path, str(path), "train again")
-
-    write()
-    read()
-    monkeypatch.setenv("RESTOREKV_KEY", "a secret of many bytes")
-    with pytest.raises(RestoreKVError, match="is not signed"):
-        read()
-    write()
-    read()
-    monkeypatch.setenv("RESTOREKV_KEY", "another secret of many bytes")
-    with pytest.raises(RestoreKVError, match="signed with another key"):
-        read()
-
-
-def test_what_ships_needs_no_signature(monkeypatch):
-    monkeypatch.setenv("RESTOREKV_KEY", "a secret of many bytes")
-    adapter_file.read(shipped_path(BUNDLED, "adapters", "kvzip"))
-    for path in shipped_path(BUNDLED, "gates").glob("*.safetensors"):
-        gate_file.read(path)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from restorekv import load_model
+from restorekv import load_model, seal
 from restorekv.data.gather import Attempts
 from restorekv.data.manifest import PARTS
 from restorekv.data.manifest import begin as begin_data
@@ -17,7 +17,7 @@ from restorekv.evaluation import results
 from restorekv.evaluation.grid import Grid
 from restorekv.restore import adapter_file
 from restorekv.serve.store import Store
-from restorekv.train import checkpoint, tensor_file
+from restorekv.train import checkpoint
 from tests.hostile.kinds import a_run, make_checkpoint
 
 MUCH, SHA = 1 << 30, "ab" * 32
@@ -120,7 +120,7 @@ def to_parts(folder: Path, victim: Path) -> None:
 
 def to_cells(folder: Path, victim: Path) -> None:
     (folder / results.CELLS).symlink_to(victim.parent)
-    cell = next(iter(Grid(("bundled",), [("knorm", None)], ("bundled:count=2",), ratios=("0.2",)).cells()))
+    cell = next(iter(Grid(("tiny",), [("knorm", None)], ("tiny:count=2",), ratios=("0.2",)).cells()))
     results.opened(folder, cell, {})
 
 
@@ -156,9 +156,8 @@ def test_an_adapters_folder_with_a_circle_of_links_gives_a_sentence(tmp_path):
 def test_a_checkpoint_that_records_something_else_gives_a_sentence(tmp_path, field, text):
     """A list as the config gave an AttributeError once (case 2634 of tests.hostile.others)."""
     make_checkpoint(tmp_path)
-    metadata, tensors = tensor_file.read(tmp_path / checkpoint.FILE, "it", "")
-    metadata.pop(tensor_file.SUM, None)
-    tensor_file.write(tmp_path / checkpoint.FILE, tensors, {**metadata, field: text})
+    metadata, tensors = seal.read(tmp_path / checkpoint.FILE, checkpoint.KIND)
+    seal.write(tmp_path / checkpoint.FILE, checkpoint.KIND, tensors, {**metadata, field: text})
     with pytest.raises(RestoreKVError) as caught:
         checkpoint.restart(tmp_path, a_run(4))
     assert str(caught.value).isprintable() and json.dumps(str(caught.value))

@@ -21,7 +21,7 @@ Scorers = Annotated[list[str], typer.Option(help="A base scorer; repeatable.")]
 def run(
     out: Annotated[Path, typer.Option(help="The run folder; figures and their page go to OUT/efficiency.")],
     page: Annotated[bool, typer.Option("--page", help="Measure nothing; make the page of the stored figures.")] = False,
-    model: options.Model = "bundled",
+    model: options.Model = "tiny",
     scorer: Scorers = SCORERS,
     tokens: Annotated[int, typer.Option(help="The context's length T.")] = 2048,
     ratio: Annotated[str, typer.Option(help="The ratio that eviction is timed at, in (0, 1].")] = "0.05",

@@ -28,11 +28,11 @@ def run(
         str, typer.Option(help="SPEC or SPEC@ADAPTER (a folder, a hub id, published, auto, none).")
     ] = "kvzip",
     ratio: Annotated[list[str], typer.Option(help="A ratio in (0, 1]; repeatable.")] = ("0.05",),
-    benchmark: Annotated[str, typer.Option(help="Documents and questions to analyze.")] = "bundled:count=26",
+    benchmark: Annotated[str, typer.Option(help="Documents and questions to analyze.")] = "tiny:count=26",
     what: Annotated[str, typer.Option(help=f"Comma-separated analyses out of {ALL}.")] = ALL,
     label: Annotated[str | None, typer.Option(help="The name of the files; model and evictor unless given.")] = None,
     protocol: Annotated[str, typer.Option(help=f"{' or '.join(protocols.PROTOCOLS)}.")] = "kvpress",
-    model: options.Model = "bundled",
+    model: options.Model = "tiny",
     restore_tokens: options.RestoreTokens = None,
     prefix_policy: Annotated[str | None, typer.Option(help="free or counted; the protocol's unless given.")] = None,
     on_small_budget: options.OnSmallBudget = "fewer",

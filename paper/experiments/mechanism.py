@@ -49,7 +49,7 @@ def experiment(setting: Setting) -> Study:
         show=show,
         measure=measure,
         note="Where the last token of a question looks, on documents of the benchmark that stands for RULER-4K (of the "
-        "bundled suite all families). The paper does not define its divergences. Here that of the layer profile is "
+        "tiny suite all families). The paper does not define its divergences. Here that of the layer profile is "
         "KL(cache || full), defined also where a layer looks at no context at all, and that of predictions is "
         "KL(full || cache) at the first answer token.",
         minutes=3,

@@ -14,19 +14,19 @@ from restorekv.data.mixture import read_mixture
 from restorekv.data.table import figures
 from restorekv.evaluation.report import Block
 from restorekv.evaluation.tables import Table
-from restorekv.model.load import bundled_path
+from restorekv.model.load import tiny_path
 
-MIXTURE = bundled_path("mixture.json")  # written by recipes/tiny/mixture.py
+MIXTURE = tiny_path("mixture.json")  # written by recipes/tiny/mixture.py
 COLUMNS = ("samples", "mean", "shortest", "longest")
 
 
 def experiment(setting: Setting) -> Study:
     note = "Tokens of the context. "
-    if setting.bundled:
+    if setting.tiny:
         note += (
-            "Here: the mixture that `restorekv data build` makes for the bundled model of made-up texts in the formats "
-            f"of the sources (docs/data-table.md). The bundled adapters are trained on something else: {CONTEXTS} "
-            f"documents of the bundled world of {SHORTEST} to {LONGEST:,} tokens with all their questions."
+            "Here: the mixture that `restorekv data build` makes for the tiny model of made-up texts in the formats "
+            f"of the sources (docs/data-table.md). The tiny adapters are trained on something else: {CONTEXTS} "
+            f"documents of the tiny world of {SHORTEST} to {LONGEST:,} tokens with all their questions."
         )
     else:
         note += "Here: the mixture given as --data."
@@ -49,4 +49,4 @@ def found(setting: Setting) -> list[dict]:
     data = setting.setup.data
     if data is not None and data.is_dir():
         return figures(*read_mixture(data))
-    return json.loads(MIXTURE.read_text(encoding="utf-8"))["rows"] if setting.bundled and MIXTURE.exists() else []
+    return json.loads(MIXTURE.read_text(encoding="utf-8"))["rows"] if setting.tiny and MIXTURE.exists() else []

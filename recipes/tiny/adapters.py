@@ -1,4 +1,4 @@
-"""Train the restore adapters of the bundled model.
+"""Train the restore adapters of the tiny model.
 
     python recipes/tiny/adapters.py runs/tiny --evictor kvzip          (resumes)
 
@@ -15,7 +15,7 @@ import torch
 from paper.recipe import CONTEXTS, LONGEST, SHIPPED, SHORTEST
 from restorekv.model.load import load_model
 from restorekv.train.config import TrainConfig
-from restorekv.train.examples import bundled_examples
+from restorekv.train.examples import tiny_examples
 from restorekv.train.loop import train
 
 
@@ -29,7 +29,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     model, tokenizer = load_model(str(options.folder / "model"))
     config = TrainConfig(**{**vars(SHIPPED), "evictor": options.evictor})
-    examples = bundled_examples(tokenizer, CONTEXTS, config.seed, SHORTEST, LONGEST)
+    examples = tiny_examples(tokenizer, CONTEXTS, config.seed, SHORTEST, LONGEST)
 
     def show(step: int, steps: int, loss: float) -> None:
         if step % 10 == 0:

@@ -45,8 +45,8 @@ def install(folder: Path) -> None:
     AutoTokenizer.from_pretrained(folder / "model", trust_remote_code=False).save_pretrained(PACKAGE / "model")
     for evictor in EVICTORS:
         adapter = RestoreAdapter.from_pretrained(model, folder / f"restore-{evictor}" / "adapter")
-        adapter.card = replace(adapter.card, model="bundled")
-        adapter.config.base_model_name_or_path = "bundled"
+        adapter.card = replace(adapter.card, model="tiny")
+        adapter.config.base_model_name_or_path = "tiny"
         adapter.save_pretrained(PACKAGE / "adapters" / evictor, dtype=torch.bfloat16)
 
 
@@ -55,9 +55,7 @@ def install_gates(folder: Path) -> None:
     (PACKAGE / "gates").mkdir(exist_ok=True)
     for kind in gate_file.KINDS:
         gate = gate_file.read(folder / "gates" / f"{kind}.safetensors")
-        gate_file.write(
-            PACKAGE / "gates" / f"{kind}.safetensors", replace(gate, card=replace(gate.card, model="bundled"))
-        )
+        gate_file.write(PACKAGE / "gates" / f"{kind}.safetensors", replace(gate, card=replace(gate.card, model="tiny")))
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Training sequences of the bundled model: one document, then blocks that each see the document and themselves only.
+"""Training sequences of the tiny model: one document, then blocks that each see the document and themselves only.
 
 Every block sits at the position it has after compression (right behind the document), so one row of a batch teaches
 several questions and one reconstruction without one seeing the other.

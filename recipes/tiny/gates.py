@@ -1,4 +1,4 @@
-"""Train the gates of the bundled model: the learned scorers of fastkvzip and kvzap.
+"""Train the gates of the tiny model: the learned scorers of fastkvzip and kvzap.
 
     python recipes/tiny/gates.py runs/tiny          (resumes)
 
@@ -15,7 +15,7 @@ import torch
 from restorekv.evictors.gate_file import KINDS, TARGETS
 from restorekv.model.load import load_model
 from restorekv.tiny.suite import LONGEST, SHORTEST
-from restorekv.train.examples import bundled_examples
+from restorekv.train.examples import tiny_examples
 from restorekv.train.gate import GateConfig, train_gate
 
 CONTEXTS = 200
@@ -26,7 +26,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     model, tokenizer = load_model(str(folder / "model"))
-    texts = [example.context for example in bundled_examples(tokenizer, CONTEXTS, 0, SHORTEST, LONGEST)]
+    texts = [example.context for example in tiny_examples(tokenizer, CONTEXTS, 0, SHORTEST, LONGEST)]
 
     def show(done: int, total: int, what: str) -> None:
         if done % max(total // 20, 1) == 0:

@@ -1,4 +1,4 @@
-"""Make the appendix's table of training data in small: both mixtures for the bundled model, from made-up texts.
+"""Make the appendix's table of training data in small: both mixtures for the tiny model, from made-up texts.
 
     python recipes/tiny/mixture.py runs/mixture            (resumes and asks nothing twice)
 
@@ -38,7 +38,7 @@ from restorekv.tiny import suite, world
 from restorekv.tiny.world import DEEDS, PEOPLE, PLACES, TIMES
 
 DOCS = Path(__file__).parents[2] / "docs"
-TEST = 156  # test documents of the bundled suite that some table here is measured on; `data build` knows the first 52
+TEST = 156  # test documents of the tiny suite that some table here is measured on; `data build` knows the first 52
 BOUNDS = {
     "shortest": 512, "longest": 1800, "chunk": 768, "chunks": 4, "flan_shortest": 128,
     "question_tokens": 32, "answer_tokens": 64, "flan_answer_tokens": 64,
@@ -145,7 +145,7 @@ def write_sources(folder: Path, tokenizer: Tokenizer) -> dict[str, str]:
     test = suite.documents(tokenizer, TEST)
     files = {
         "longalpaca": folder / "LongAlpaca.json", "pg19": folder / "pg19.parquet", "flan": folder / "tulu-3.jsonl",
-        "papers": folder / "arxiv_papers.jsonl", "exclude": folder / "bundled-suite.jsonl",
+        "papers": folder / "arxiv_papers.jsonl", "exclude": folder / "tiny-suite.jsonl",
     }  # fmt: skip
     write_json(files["longalpaca"], long_alpaca(tokenizer, COUNTS["documents"], test))
     with replacing(files["pg19"]) as path:
@@ -163,7 +163,7 @@ def write_sources(folder: Path, tokenizer: Tokenizer) -> dict[str, str]:
 
 def build_and_read(folder: Path, mixture: str, files: dict[str, str]) -> tuple[list[dict], dict]:
     """Builds or resumes a mixture and reads it back: the figures of its table, and its manifest."""
-    model, tokenizer = load_model("bundled")
+    model, tokenizer = load_model("tiny")
     given = {name: where for name, where in files.items() if name != "exclude"}
     config = BuildConfig(mixture=mixture, **given, **BOUNDS, **COUNTS)
 
@@ -185,9 +185,9 @@ def closest(folders: list[Path], test: list[world.Document]) -> tuple[int, float
 
 INTRO = """# The table of training data in small
 
-`make data-table`: both mixtures of [`restorekv data build`](data.md), made for and by the bundled model, as
+`make data-table`: both mixtures of [`restorekv data build`](data.md), made for and by the tiny model, as
 `restorekv data show` prints them. **The texts are made up**: no hub is reachable where this was made, so small files in
-the true formats of the four sources are written from the grammar of the bundled world ({sizes}).
+the true formats of the four sources are written from the grammar of the tiny world ({sizes}).
 Licenses are what such files would claim.
 
 Scaled to the model (in brackets the paper): {documents} documents (500) of {shortest:,} to {longest:,} tokens
@@ -199,7 +199,7 @@ Figures and manifests: [results/data-table.json](results/data-table.json).
 OVERLAP = """
 ## Refused as evaluation texts
 
-All {tests} test documents of the bundled suite are kept out. Copies of some are planted in every source; LongAlpaca's
+All {tests} test documents of the tiny suite are kept out. Copies of some are planted in every source; LongAlpaca's
 row 3 hides half of one behind another text, with other punctuation. Row 5 is no test document but one of another split
 of the suite: the suite's filler is {stories} stories that never change, so its documents share most 13-grams and all
 would be refused. The texts here therefore have sentences of the same grammar in an order of their own, and the
@@ -212,7 +212,7 @@ taken has {closest:.1%} in common with them.
 STUDY = """
 ## What the model asks
 
-The bundled model is tiny and was never trained to write questions: what it writes is mostly a piece of the text. The
+The tiny model was never trained to write questions: what it writes is mostly a piece of the text. The
 filters look at lengths only and keep most of it. Of {all} questions of both mixtures {marks} end with a question mark.
 As teacher data this is fit for testing the pipeline and for nothing else.
 
@@ -281,7 +281,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
-    files = write_sources(folder / "sources", load_model("bundled")[1])
+    files = write_sources(folder / "sources", load_model("tiny")[1])
     results = {mixture: build_and_read(folder / mixture, mixture, files) for mixture in ("paper", "permissive")}
     kept = {mixture: {"rows": rows, "manifest": manifest} for mixture, (rows, manifest) in results.items()}
     text = report(folder, files, results)

@@ -1,4 +1,4 @@
-"""Train the bundled language model: retrieval on short noisy documents first, then longer and more predictable ones.
+"""Train the tiny language model: retrieval on short noisy documents first, then longer and more predictable ones.
 
     python recipes/tiny/pretrain.py runs/tiny         (resumes from runs/tiny/state.pt when it is there)
 

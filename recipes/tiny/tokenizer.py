@@ -1,4 +1,4 @@
-"""Train the bundled tokenizer: byte-level BPE, 2,048 entries, a Qwen-like chat template.
+"""Train the tiny tokenizer: byte-level BPE, 2,048 entries, a Qwen-like chat template.
 
 python recipes/tiny/tokenizer.py runs/tiny/model
 """
@@ -35,7 +35,7 @@ again place around small however found thought part give every hand
 
 def corpus(documents: int) -> Iterator[str]:
     """World documents with their questions and answers, then plain words: the text the merges are learned from."""
-    rng = random.Random("bundled tokenizer")
+    rng = random.Random("bundled tokenizer")  # the seed of the tokenizer that ships
     for index in range(documents):
         made = document(rng, KINDS[index % len(KINDS)], 200, lambda s: len(s.split()) * 13 // 10, noise=0.5)
         yield made.text

@@ -18,9 +18,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import safetensors.torch
-from torch import Tensor
-
 from restorekv.bounds import DEPTH, HEADER_BYTES, HEADER_ELEMENTS, JSON_BYTES, JSON_ELEMENTS
 from restorekv.errors import RestoreKVError, first_sentence, writing
 
@@ -224,33 +221,6 @@ def read_record(path: Path, what: str) -> Any:
     return read_json(path, what, HEADER_ELEMENTS)
 
 
-def read_tensor_bytes(path: Path, what: str) -> bytes:
-    """Returns the bytes of a safetensors file, after its size was compared with what its header says."""
-    with regular(path, what) as (file, size):
-        start = file.read(8) or b""  # None where nothing is there yet, as in /proc/kmsg
-        start += file.read(header_length(start, size, what))
-        read_header(start, size, what)
-        file.seek(0)
-        return read_whole(file, size, what)
-
-
-def read_tensors(path: Path, what: str) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Returns the metadata and the tensors of a safetensors file, never those of a pickle."""
-    return open_tensors(read_tensor_bytes(path, what), what)
-
-
-def open_tensors(raw: bytes, what: str) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Returns the metadata and the tensors, on the CPU, that the bytes of a safetensors file hold."""
-    header = read_header(raw, len(raw), what)
-    try:
-        tensors = safetensors.torch.load(raw)
-    except Exception as error:  # what the library raises for a bad entry has no common class
-        raise RestoreKVError(
-            f"{what} is damaged or not a safetensors file ({first_sentence(error)}); {FIX}."
-        ) from error
-    return header.get("__metadata__") or {}, tensors
-
-
 def parse_json(text: str | bytes, what: str, limit: int = JSON_BYTES, elements: int = JSON_ELEMENTS) -> Any:
     """Returns a JSON value; refuses what a program should not compute with.
 
@@ -325,28 +295,6 @@ def read_whole(file: BinaryIO, size: int, what: str) -> bytes:
     if len(raw) != size:
         raise RestoreKVError(f"{what} changed while it was read; try again when nobody writes it.")
     return raw
-
-
-def header_length(raw: bytes, size: int, what: str) -> int:
-    """Returns the length of a safetensors header from the first 8 bytes of a file of `size` bytes."""
-    length = int.from_bytes(raw[:8], "little")
-    if len(raw) < 8 or not 2 <= length <= min(size - 8, HEADER_BYTES):
-        raise RestoreKVError(f"{what} is cut short or not a safetensors file; {FIX}.")
-    return length
-
-
-def read_header(raw: bytes, size: int, what: str) -> dict[str, Any]:
-    """Returns the header at the start of `raw`; refuses one whose tensors do not end where the file does."""
-    length = header_length(raw, size, what)
-    header = parse_record(raw[8 : 8 + length], what)
-    try:
-        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
-        whole = 8 + length + end == size
-    except (TypeError, KeyError, IndexError, AttributeError) as error:
-        raise RestoreKVError(f"{what} is not a safetensors file; {FIX}.") from error
-    if not whole:
-        raise RestoreKVError(f"{what} is cut short or too long; {FIX}.")
-    return header
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,49 +1,103 @@
-"""What tells an intact file from an altered one, and with a key our own from a stranger's.
+"""Sealed safetensors: how restorekv keeps tensors of its own, and how it reads those of anybody.
 
-The metadata of a sealed safetensors file has a `checksum`, the SHA-256 of the whole file with that field zeroed, so one
-altered byte anywhere, header included, is noticed. A file that is sealed with a key also has a `signature`, the
-HMAC-SHA256 of that checksum.
+Context caches, portable caches, gates, checkpoints and the other files of a training are sealed. The
+metadata of such a file holds its `format` and `version` (see `FileKind`), what this kind of file
+needs, and a `checksum`: the SHA-256 of the whole file in which the checksum itself is 64 zeros. So one
+altered byte anywhere is noticed, header included. A checksum proves that a file is as somebody wrote
+it, not that it is harmless: those who use a file check what it holds.
+
+The files of an adapter are in PEFT's format and have no seal, so that others can read and write them.
+The record next to them, a JSON object, holds their checksums and its own (`seal_record`).
 """
 
+from __future__ import annotations
+
 import hashlib
-import hmac
 import json
+import math
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
 from torch import Tensor
 
-from restorekv.errors import RestoreKVError, writing
-from restorekv.files import read_bytes, regular, replacing
+from restorekv.bounds import HEADER_BYTES, LARGEST_NUMBER
+from restorekv.errors import RestoreKVError, first_sentence, shown, writing
+from restorekv.files import FIX, parse_record, read_whole, regular, replacing
 
-BLANK, BLANK_SIGNATURE = "0" * 64, "f" * 64
-SIGNATURE = "signature"
-SHORTEST_KEY = 16  # bytes
+CHECKSUM = "checksum"
+BLANK = "0" * 64  # in the checksum's place while it is computed
+BLOCK = 1 << 22  # numbers looked at together
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+Sizes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape by name
 
 
-def sealed(tensors: dict[str, Tensor], metadata: Mapping[str, str], key: bytes | None = None) -> bytes:
-    """Returns the bytes of a sealed safetensors file whose metadata has a `format`.
+@dataclass(frozen=True)
+class FileKind:
+    """A kind of sealed file.
 
-    Without a key, RESTOREKV_KEY is the key, if it is set; so in `check_seal`.
+    `format` and `version` are in its metadata. Sentences of errors call it `name`, as in "a gate of
+    restorekv", and end in `fix`, which says how to get a good one.
     """
-    key = chosen_key(key)
-    blanks = {"checksum": BLANK, **({SIGNATURE: BLANK_SIGNATURE} if key else {})}
-    payload = safetensors.torch.save(tensors, {**metadata, **blanks})
+
+    format: str
+    version: str
+    name: str
+    fix: str
+
+
+# Writing
+
+
+def write(
+    path: Path,
+    kind: FileKind,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    follow: bool = True,
+) -> None:
+    """Write a sealed file that outlives a power cut; on any failure, Ctrl-C included, the old one stays.
+
+    Args:
+        path: the file, which is replaced if it exists.
+        kind: what it is.
+        tensors: what it holds, on any device.
+        metadata: further entries of its metadata.
+        follow: False for a name that the package chose; see `replacing`.
+
+    Raises:
+        RestoreKVError: where the file cannot be written.
+    """
+    header, body = seal_tensors(kind, tensors, metadata or {})
+    with writing(path), replacing(path, follow) as temporary, temporary.open("wb") as file:
+        file.write(header)
+        file.write(body)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def seal_tensors(
+    kind: FileKind, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> tuple[bytes, memoryview]:
+    """Return the header and the rest of a sealed file; the same contents always give the same bytes."""
+    entries = {**metadata, "format": kind.format, "version": kind.version, CHECKSUM: BLANK}
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    payload = safetensors.torch.save(plain, entries)
     end = 8 + int.from_bytes(payload[:8], "little")
-    header, rest = ordered(payload[8:end]), memoryview(payload)[end:]
-    sha256 = hashlib.sha256(header)
-    sha256.update(rest)
-    digest = sha256.hexdigest()
-    if key:
-        header = header.replace(BLANK_SIGNATURE.encode(), signature(key, metadata["format"], digest).encode(), 1)
-    return b"".join((header.replace(BLANK.encode(), digest.encode(), 1), rest))
+    header = _sort_metadata(payload[8:end])
+    body = memoryview(payload)[end:]
+    digest = hashlib.sha256(header)
+    digest.update(body)
+    return header.replace(BLANK.encode(), digest.hexdigest().encode(), 1), body
 
 
-def ordered(header: bytes) -> bytes:
-    """Returns a safetensors header with its length, and with the metadata, which the library shuffles, in order."""
+def _sort_metadata(header: bytes) -> bytes:
+    """Return a header with its length in front and the metadata, which the library shuffles, in order."""
     entries = json.loads(header)
     entries["__metadata__"] = dict(sorted(entries["__metadata__"].items()))
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
@@ -51,53 +105,152 @@ def ordered(header: bytes) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def write(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str], key: bytes | None = None) -> None:
-    """Writes a sealed file that outlives a power cut; on any failure, Ctrl-C included, the old one stays."""
-    payload = sealed(tensors, metadata, key)
-    with writing(path), replacing(path) as temporary, temporary.open("wb") as file:
-        file.write(payload)
-        file.flush()
-        os.fsync(file.fileno())
+# Reading
 
 
-def check_seal(raw: bytes, metadata: Mapping[str, str], what: str, key: bytes | None = None) -> None:
-    """Refuses an altered file and, with a key, a file that was not signed with it; `what` begins the sentence."""
-    checksum, signed = metadata.get("checksum", ""), metadata.get(SIGNATURE, "")
+def read(
+    path: Path, kind: FileKind, what: str | None = None, *, finite: bool = False
+) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Read a sealed file, once: what was checked is what is returned.
+
+    Args:
+        path: the file.
+        kind: what it must be.
+        what: how sentences call this file; its path unless given.
+        finite: whether to refuse numbers that are not finite.
+
+    Returns:
+        Its metadata, and its tensors on the CPU.
+
+    Raises:
+        RestoreKVError: for anything but a file as `write` wrote it.
+    """
+    what = what or str(path)
+    try:
+        raw = read_tensor_bytes(path, what)
+        metadata, tensors = parse_tensors(raw, what)
+    except RestoreKVError as error:
+        # What reads every file cannot know how one of this kind is made again.
+        raise RestoreKVError(str(error).replace(FIX, kind.fix)) from error
+    _check_kind(metadata, kind, what)
+    _check_seal(raw, metadata, kind, what)
+    if finite:
+        check_finite(tensors, what, kind.fix)
+    return metadata, tensors
+
+
+def _check_kind(metadata: Mapping[str, str], kind: FileKind, what: str) -> None:
+    """Refuse files of other kinds and versions."""
+    if metadata.get("format") != kind.format:
+        raise RestoreKVError(f"{what} is a safetensors file but not {kind.name}; {kind.fix}.")
+    version = metadata.get("version")
+    if version != kind.version:
+        raise RestoreKVError(
+            f"{what} has format version '{shown(version)}', this restorekv reads {kind.version}; {kind.fix}."
+        )
+
+
+def _check_seal(raw: bytes, metadata: Mapping[str, str], kind: FileKind, what: str) -> None:
+    """Refuse an altered file."""
+    checksum = metadata.get(CHECKSUM, "")
     end = 8 + int.from_bytes(raw[:8], "little")
-    start = raw[:end].replace(checksum.encode(), BLANK.encode(), 1)
-    if signed:
-        start = start.replace(signed.encode(), BLANK_SIGNATURE.encode(), 1)
-    digest = hashlib.sha256(start)
+    digest = hashlib.sha256(raw[:end].replace(checksum.encode(), BLANK.encode(), 1))
     digest.update(memoryview(raw)[end:])
     if digest.hexdigest() != checksum:
-        raise RestoreKVError(f"{what} is damaged, its checksum does not match; fetch or make it again.")
-    if key := chosen_key(key):
-        compare(signature(key, metadata["format"], checksum), signed, what)
+        raise RestoreKVError(f"{what} is damaged, its checksum does not match; {kind.fix}.")
 
 
-def compare(expected: str, signed: object, what: str) -> None:
-    """Refuses another signature than the expected one, in constant time."""
-    if not hmac.compare_digest(expected.encode(), str(signed or "").encode()):
-        how = "was signed with another key" if signed else "is not signed"
-        raise RestoreKVError(f"{what} {how}; ask who made it, or make it again.")
+def read_tensors(path: Path, what: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Return the metadata and the tensors of any safetensors file, never those of a pickle."""
+    return parse_tensors(read_tensor_bytes(path, what), what)
 
 
-def signed_with_key(kind: str, digest: str) -> dict[str, str]:
-    """Returns the entry that signs a record with the key in RESTOREKV_KEY; nothing without one."""
-    key = read_key()
-    return {SIGNATURE: signature(key, kind, digest)} if key else {}
+def read_tensor_bytes(path: Path, what: str) -> bytes:
+    """Return the bytes of a safetensors file, after its size was compared with what its header says."""
+    with regular(path, what) as (file, size):
+        start = file.read(8) or b""  # None where nothing is there yet, as in /proc/kmsg
+        start += file.read(_header_length(start, size, what))
+        _parse_header(start, size, what)
+        file.seek(0)
+        return read_whole(file, size, what)
 
 
-def check_signed(kind: str, digest: str, signed: object, path: Path) -> None:
-    """Refuses what the key in RESTOREKV_KEY, if there is one, did not sign; what ships with the package is trusted."""
-    key = read_key()
-    if key and not path.resolve().is_relative_to(Path(__file__).parent):
-        compare(signature(key, kind, digest), signed, str(path))
+def parse_tensors(raw: bytes, what: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Return the metadata and the tensors, on the CPU, that the bytes of a safetensors file hold."""
+    header = _parse_header(raw, len(raw), what)
+    try:
+        tensors = safetensors.torch.load(raw)
+    except Exception as error:  # what the library raises for a bad entry has no common class
+        raise RestoreKVError(
+            f"{what} is damaged or not a safetensors file ({first_sentence(error)}); {FIX}."
+        ) from error
+    return header.get("__metadata__") or {}, tensors
 
 
-def digest(tensors: Mapping[str, Tensor], record: str) -> str:
-    """Returns the SHA-256 of a file's record and of every tensor's name, dtype, shape and bytes."""
-    sha256 = hashlib.sha256(record.encode())
+def _header_length(raw: bytes, size: int, what: str) -> int:
+    """Return the length of the header from the first 8 bytes of a file of `size` bytes."""
+    length = int.from_bytes(raw[:8], "little")
+    if len(raw) < 8 or not 2 <= length <= min(size - 8, HEADER_BYTES):
+        raise RestoreKVError(f"{what} is cut short or not a safetensors file; {FIX}.")
+    return length
+
+
+def _parse_header(raw: bytes, size: int, what: str) -> dict[str, Any]:
+    """Return the header at the start of `raw`; refuse one whose tensors do not end where the file does."""
+    length = _header_length(raw, size, what)
+    header = parse_record(raw[8 : 8 + length], what)
+    try:
+        entries = [entry for name, entry in header.items() if name != "__metadata__"]
+        end = max((entry["data_offsets"][1] for entry in entries), default=0)
+        is_whole = 8 + length + end == size
+    except (TypeError, KeyError, IndexError, AttributeError) as error:
+        raise RestoreKVError(f"{what} is not a safetensors file; {FIX}.") from error
+    if not is_whole:
+        raise RestoreKVError(f"{what} is cut short or too long; {FIX}.")
+    return header
+
+
+# What a file holds
+
+
+def has_sizes(tensors: Mapping[str, Tensor], sizes: Sizes) -> bool:
+    """Return whether the tensors have exactly these names, dtypes and shapes."""
+    found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return found == dict(sizes)
+
+
+def check_finite(tensors: Mapping[str, Tensor], what: str, fix: str) -> None:
+    """Refuse numbers that are not finite."""
+    for name, tensor in tensors.items():
+        if not math.isfinite(largest_number(tensor)):
+            raise RestoreKVError(f"{what} has numbers in {shown(name)} that are not finite; {fix}.")
+
+
+def check_weights(tensors: Mapping[str, Tensor], what: str, fix: str) -> None:
+    """Refuse what are not finite floating-point numbers of a size that trained weights have."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in FLOATS:
+            raise RestoreKVError(f"{what} has numbers of the kind {tensor.dtype} in {shown(name)}; {fix}.")
+    check_finite(tensors, what, fix)
+    for name, tensor in tensors.items():
+        if largest_number(tensor) > LARGEST_NUMBER:
+            raise RestoreKVError(f"{what} has numbers in {shown(name)} beyond {LARGEST_NUMBER:,.0f}; {fix}.")
+
+
+def largest_number(tensor: Tensor) -> float:
+    """Return the largest absolute value of floating-point numbers, or NaN; 0 for other kinds and for none."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return 0.0
+    parts = []
+    for part in tensor.flatten().split(BLOCK):
+        wide = part if part.dtype == torch.float64 else part.float()
+        parts.append(wide.abs().max())
+    return float(torch.stack(parts).max())
+
+
+def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of every tensor's name, dtype, shape and bytes, whatever the file is like."""
+    sha256 = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         sha256.update(f"\0{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
         sha256.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
@@ -105,33 +258,24 @@ def digest(tensors: Mapping[str, Tensor], record: str) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """Returns the SHA-256 of a regular file; others, which may never end, are refused."""
+    """Return the SHA-256 of a regular file; others, which may never end, are refused."""
     with regular(path, str(path)) as (file, _):
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def signature(key: bytes, kind: str, digest: str) -> str:
-    """Returns the HMAC-SHA256, in hexadecimal, of a file's format and checksum."""
-    return hmac.new(key, f"{kind} {digest}".encode(), "sha256").hexdigest()
+# Records: JSON objects that seal files of other formats
 
 
-def read_key(path: Path | None = None) -> bytes | None:
-    """Returns the key in a file, or else in RESTOREKV_KEY, or None."""
-    if path is None and "RESTOREKV_KEY" not in os.environ:
-        return None
-    key = read_bytes(path, str(path)) if path else os.environ["RESTOREKV_KEY"].encode()
-    return check_key(key.strip(), f"The key in {path or 'RESTOREKV_KEY'}")
+def seal_record(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a JSON object together with their checksum."""
+    return {**entries, CHECKSUM: _record_checksum(entries)}
 
 
-def check_key(key: object, what: str) -> bytes:
-    """Returns a key; refuses what is no bytes and what is too short."""
-    if not isinstance(key, bytes):
-        raise RestoreKVError(f"{what} is of bytes, not {type(key).__name__}; encode it, or read it from a file.")
-    if len(key) < SHORTEST_KEY:
-        raise RestoreKVError(f"{what} has fewer than {SHORTEST_KEY} bytes; make one with openssl rand.")
-    return key
+def is_sealed_record(entries: Mapping[str, Any]) -> bool:
+    """Return whether a JSON object has the checksum of its other entries."""
+    return entries.get(CHECKSUM) == _record_checksum(entries)
 
 
-def chosen_key(key: bytes | None) -> bytes | None:
-    """Returns the key that was given or, for None, the one in RESTOREKV_KEY, if there is one."""
-    return read_key() if key is None else check_key(key, "The key")
+def _record_checksum(entries: Mapping[str, Any]) -> str:
+    others = {name: value for name, value in entries.items() if name != CHECKSUM}
+    return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()

@@ -125,9 +125,9 @@ def test_figures_of_an_earlier_version_have_a_page(tmp_path):
     refused = cli("benchmarks", "efficiency", "--page", "--out", tmp_path)
     assert refused.code == 1 and "holds no figures" in refused.err and not list(tmp_path.iterdir())
     page = write(report_world.write_costs(tmp_path)).read_text()
-    assert "Time to compress a context: bundled-cpu" in page
+    assert "Time to compress a context: tiny-cpu" in page
     assert {path.stem for path in (tmp_path / "efficiency" / "page" / "csv").iterdir()} == {
-        "efficiency-bundled-cpu-time", "efficiency-bundled-cpu-cost", "efficiency-bundled-cpu-latency"
+        "efficiency-tiny-cpu-time", "efficiency-tiny-cpu-cost", "efficiency-tiny-cpu-latency"
     }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ PAGE = (ROOT / "docs" / "conversations.md").read_text()
 
 @pytest.mark.slow
 def test_a_small_run_adds_up():
-    result = growing.run(Options("tiny", "bundled:count=2", "kvzip", "0.2", (2,), ("last",)), lambda _: None)
+    result = growing.run(Options("tiny", "tiny:count=2", "kvzip", "0.2", (2,), ("last",)), lambda _: None)
     rows = result["rows"]
     assert set(rows) == {ONCE, ALONE, "2 parts, last"} and rows[ONCE]["kl_times"] == rows[ONCE]["seconds_times"] == 1
     assert len({row["pairs"] for row in rows.values()}) == 1
@@ -24,7 +24,7 @@ def test_a_small_run_adds_up():
 
 @pytest.mark.slow
 def test_composed_texts_are_asked_together():
-    result = growing.run(Options("tiny", "bundled:count=2", "kvzip", "0.2", (), (), 2), lambda _: None)
+    result = growing.run(Options("tiny", "tiny:count=2", "kvzip", "0.2", (), (), 2), lambda _: None)
     assert result["texts"] == 1 and "composed" in result["rows"]
 
 

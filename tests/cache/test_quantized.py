@@ -1,6 +1,5 @@
 """8-bit contexts: numbers within the bounds that their scales give, attention against the definition, files."""
 
-import json
 from itertools import pairwise
 
 import pytest
@@ -11,13 +10,10 @@ from hypothesis import strategies as st
 from restorekv.cache import quantized
 from restorekv.cache.quantized import GROUP
 from restorekv.cache.ragged import RaggedLayer
-from restorekv.compression import context_file
 from restorekv.compression.compressor import compress
 from restorekv.compression.context import CompressedContext
-from restorekv.compression.context_file import read
 from restorekv.compression.several import ask_many
 from restorekv.errors import RestoreKVError
-from restorekv.files import read_tensors
 from restorekv.model import attention
 from restorekv.model.attention import naive, stored
 
@@ -198,16 +194,6 @@ def test_a_rectangle_of_8_bits_becomes_a_plain_cache(tiny_model, tiny_tokenizer)
     layer = made.cache.layers[0]
     assert plain.layers[0].keys.dtype == tiny_model.dtype
     assert plain.layers[0].keys[0].flatten(0, 1).equal(layer.context_keys[:])
-
-
-def test_a_file_of_format_2_is_read(tiny_model, tiny_tokenizer, tmp_path, monkeypatch):
-    made = compress(tiny_model, tiny_tokenizer, TEXT, ratio=0.5)
-    monkeypatch.setattr(context_file, "VERSION", 2)
-    old = lambda manifest: {k: v for k, v in vars(manifest).items() if k not in NEW}  # noqa: E731
-    monkeypatch.setattr(context_file, "asdict", old)
-    made.save(tmp_path / "doc.rkv")
-    assert not NEW & set(json.loads(read_tensors(tmp_path / "doc.rkv", "it")[0]["manifest"]))
-    assert read(tmp_path / "doc.rkv").manifest == made.manifest
 
 
 def test_unknown_storage_is_refused(tiny_model, tiny_tokenizer):

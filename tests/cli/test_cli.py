@@ -120,7 +120,7 @@ def test_compress_takes_stdin_tokens_per_head_and_every_policy(world, tmp_path):
     tight = ("--ratio", "0.01", "--adapter", world.adapter)
     compress(world, out, *tight, "--on-small-budget", "fewer", "--prefix-policy", "counted", "--json", figures)
     made = json.loads(figures.read_text())
-    assert made["restore_tokens"] < 8 and made["prefix_policy"] == "counted" and made["on_tight"] == "fewer"
+    assert made["restore_tokens"] < 8 and made["prefix_policy"] == "counted" and made["on_small_budget"] == "fewer"
 
 
 def test_a_file_is_read_by_its_ending(world, tmp_path):

@@ -53,15 +53,15 @@ def test_the_tables_show_questions_answers_bytes_and_seconds():
 
 
 def test_each_model_is_shown_what_it_can_read():
-    assert show_for("bundled") is WORLD and show_for("smollm2") is STORIES
-    tokenizer = load_tokenizer("bundled")
-    assert len(document("bundled", tokenizer).questions) == 3
+    assert show_for("tiny") is WORLD and show_for("smollm2") is STORIES
+    tokenizer = load_tokenizer("tiny")
+    assert len(document("tiny", tokenizer).questions) == 3
     story = document("smollm2", tokenizer)
     assert story.id.startswith(STORY) and story.questions
 
 
 def test_the_demo_loads_its_model_once(monkeypatch):
-    show = Show("bundled:low=100,high=160", ("knorm",), ("0.5",), (0.5,), 1)
+    show = Show("tiny:low=100,high=160", ("knorm",), ("0.5",), (0.5,), 1)
     monkeypatch.setattr(cli_demo, "show_for", lambda model: show)
     monkeypatch.setattr(cli_demo, "document", lambda *_: SAMPLE)
     loads, load_model = [], worker.load_model

@@ -114,7 +114,7 @@ def test_the_file_tells_nothing_private(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("RESTOREKV_CACHE", str(home / "cache"))
     monkeypatch.setenv("HF_TOKEN", WORD)
-    monkeypatch.setenv("RESTOREKV_KEY", WORD[::-1])
+    monkeypatch.setenv("SOME_API_KEY", WORD[::-1])
     monkeypatch.setattr(diagnosis.getpass, "getuser", lambda: "alovelace")
     monkeypatch.setattr(diagnosis.platform, "node", lambda: "ada-laptop")
     attend = cascade.attend

@@ -59,9 +59,9 @@ def reached(start: list[str]) -> set[str]:
 def test_every_flag_in_a_message_exists():
     known = {flag for command in COMMANDS for flag in flags_of(command)} | set(FOREIGN)
     modules = [module for module in TREES if module.startswith("restorekv.")]
-    # Tables of old spellings and of markers are no advice.
+    # A table of markers is no advice.
     strange = {(module, flag) for module in modules for flag in flags_in(module) if flag not in known}
-    strange -= {("restorekv.data.config", "--licences"), ("restorekv.restore.publish", "--higokri")}
+    strange -= {("restorekv.restore.publish", "--higokri")}
     assert not {each for each in strange if each[1] != "--version"}, "name a flag of a command, or of FOREIGN"
     assert len({flag for module in modules for flag in flags_in(module)}) > 30, "it looks at something"
 

@@ -38,7 +38,7 @@ def good(tmp_path_factory) -> bytes:
 def place(good, tmp_path, monkeypatch):
     """A folder with a text and a model that asks for its code to be run, where every question is answered yes."""
     monkeypatch.chdir(tmp_path)
-    evil_model(tmp_path, load.bundled_path("model"))
+    evil_model(tmp_path, load.tiny_path("model"))
     (tmp_path / "more.txt").write_text(TEXT)
     (tmp_path / "x.rkv").write_bytes(good)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"y\n" * 50)))
@@ -59,7 +59,7 @@ def test_a_model_that_a_file_names_is_compared_and_never_opened(place, command, 
     monkeypatch.setattr(load, "model_source", lambda name, *how: sources.append(name) or find(name, *how))
     code = execute(COMMANDS[command])
     said = capsys.readouterr()
-    assert not (place / RAN).exists() and set(sources) <= {"bundled"}
+    assert not (place / RAN).exists() and set(sources) <= {"tiny"}
     if command in ONLY_LOOK:
         assert code == 0
     else:
@@ -92,7 +92,7 @@ def test_other_commands_run_no_code_of_a_model(place, command):
 
 
 def test_names_of_models_that_ship_need_no_option(place, capsys):
-    assert context_file.read(place / "x.rkv").manifest.model == "bundled"
+    assert context_file.read(place / "x.rkv").manifest.model == "tiny"
     assert execute(COMMANDS["ask"]) == 0
     name_model(place, "tiny")
     assert execute(COMMANDS["append"]) == 0

@@ -11,7 +11,6 @@ CASES = {  # words of {world} and {tmp}, the case's folder
     "figures over the text": "compress {world}/text -o {tmp}/a.rkv --json {world}/text",
     "figures over the new cache": "compress {world}/text -o {tmp}/a.rkv --json {tmp}/a.rkv",
     "figures over the new cache, by another name": "compress {world}/text -o {tmp}/a.rkv --json {tmp}/./a.rkv",
-    "figures over the key": "compress {world}/text -o {tmp}/a.rkv --sign-key {world}/text --json {world}/text",
     "cache over the model": "compress {world}/text -o {tmp}/model.gguf --model {tmp}/model.gguf",
     "cache over a link to the text": "compress {world}/text -o {tmp}/link",
     "figures over a document of a folder": "compress {tmp}/folder -o {tmp}/made --json {tmp}/folder/a.txt",

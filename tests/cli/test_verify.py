@@ -7,26 +7,23 @@ import pytest
 
 from restorekv import compress, load_model
 from restorekv.cli import execute
-from restorekv.model.load import BUNDLED, shipped_path
+from restorekv.model.load import TINY, shipped_path
 
 TEXT = "The red house belongs to Ada. The code of the red house is 482. " * 6
-KEY = "a secret of many bytes"
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with a cache, a portable cache, a key and strangers' files."""
+    """A folder with a cache, a portable cache and strangers' files."""
     folder = tmp_path_factory.mktemp("verify")
     model, tokenizer = load_model("tiny")
     small = compress(model, tokenizer, TEXT, ratio=0.3, adapter=None, evictor="snapkv", allocation="per-head")
     small.save(folder / "doc.rkv")
-    small.save(folder / "signed.rkv", KEY.encode())
     small.portable().save(folder / "doc.safetensors")
     raw = (folder / "doc.rkv").read_bytes()
     (folder / "cut.rkv").write_bytes(raw[:-4])
     (folder / "text.rkv").write_text(TEXT)
     (folder / "empty").mkdir()
-    (folder / "key").write_text(KEY)
     os.mkfifo(folder / "pipe")
     return folder
 
@@ -40,8 +37,8 @@ def said(capsys, *words):
 
 def test_intact_files_are_named(place, capsys):
     adapter, gate = (
-        shipped_path(BUNDLED, "adapters", "kvzip"),
-        next(shipped_path(BUNDLED, "gates").glob("*.safetensors")),
+        shipped_path(TINY, "adapters", "kvzip"),
+        next(shipped_path(TINY, "gates").glob("*.safetensors")),
     )
     code, out, _ = said(capsys, place / "doc.rkv", place / "doc.safetensors", adapter, gate)
     assert code == 0
@@ -60,27 +57,6 @@ def test_strangers_are_refused_and_the_others_still_named(place, capsys):
     assert [line.split()[0] for line in out.splitlines()] == ["refused"] * 5 + ["intact"]
     for name, line in zip(files, out.splitlines(), strict=True):
         assert name in line
-
-
-def test_a_key_refuses_what_it_did_not_sign(place, capsys):
-    code, out, _ = said(capsys, place / "signed.rkv", place / "doc.rkv", "--sign-key", place / "key")
-    assert code == 1
-    signed, unsigned = out.splitlines()
-    assert "signed with this key" in signed and "is not signed" in unsigned
-    code, out, _ = said(capsys, place / "signed.rkv")
-    assert code == 0 and "signed with" not in out
-
-
-def test_compress_and_ask_with_a_key(place, capsys, tmp_path):
-    text, file = tmp_path / "doc.txt", tmp_path / "doc.rkv"
-    text.write_text(TEXT)
-    key = ["--sign-key", str(place / "key")]
-    assert execute(["compress", str(text), "-o", str(file), "--model", "tiny", "--evictor", "knorm", *key]) == 0
-    assert execute(["ask", str(file), "Who owns the red house?", "--max-new-tokens", "4", *key]) == 0
-    (tmp_path / "other").write_text("another secret of many bytes")
-    capsys.readouterr()
-    assert execute(["ask", str(file), "Who?", "--sign-key", str(tmp_path / "other")]) == 1
-    assert "signed with another key" in capsys.readouterr().err
 
 
 def test_folders_of_data_and_results(capsys, tmp_path):

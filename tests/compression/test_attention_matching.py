@@ -1,4 +1,4 @@
-"""Attention Matching against float64 NumPy on the same context, and against eviction on the bundled model."""
+"""Attention Matching against float64 NumPy on the same context, and against eviction on the tiny model."""
 
 import json
 from dataclasses import replace
@@ -305,9 +305,9 @@ def test_values_beyond_the_dtype_are_told(tiny_tokenizer, monkeypatch):
 
 
 @cache
-def bundled():
-    """The bundled model on a document of about 600 tokens: AM-fast, and KVzip with the same number for every head."""
-    model, tokenizer = load_model("bundled")
+def tiny():
+    """The tiny model on a document of about 600 tokens: AM-fast, and KVzip with the same number for every head."""
+    model, tokenizer = load_model("tiny")
     text = documents(tokenizer, 1, "am-dev", low=590, high=610)[0].text
     whole = AttentionMatching().prepare(model, tokenizer, text)
     kvzip = Eviction.make("kvzip").prepare(model, tokenizer, text)
@@ -323,8 +323,8 @@ def attended(layer, targets, head, prefix):
 
 
 def every_head(made, prefix):
-    """`attended` for all layers and heads of a cache of the bundled document."""
-    whole, _ = bundled()
+    """`attended` for all layers and heads of a cache of the tiny document."""
+    whole, _ = tiny()
     return [
         attended(layer, targets, head, prefix)
         for layer, targets in zip(made.layers, whole.targets, strict=True)
@@ -334,7 +334,7 @@ def every_head(made, prefix):
 
 @cache
 def of_the_full_cache(prefix):
-    return every_head(bundled()[0].evict(1), prefix)
+    return every_head(tiny()[0].evict(1), prefix)
 
 
 def output_errors(made, prefix):
@@ -352,7 +352,7 @@ def mass_errors(made, prefix):
 @pytest.mark.parametrize("ratio", [0.05, 0.1, 0.2])
 def test_every_head_matches_better_than_as_many_evicted_pairs(ratio):
     """Evicted: the same keys with their own values, and KVzip's choice; over the article, and with the prefix too."""
-    whole, kvzip = bundled()
+    whole, kvzip = tiny()
     made = whole.evict(ratio)
     for prefix in (0, whole.context.prefix):
         error = output_errors(made, prefix)
@@ -363,14 +363,14 @@ def test_every_head_matches_better_than_as_many_evicted_pairs(ratio):
 
 
 def test_the_bias_is_what_matches_the_mass():
-    whole, _ = bundled()
+    whole, _ = tiny()
     prefix = whole.context.prefix
     made, evicted = whole.evict(0.1), ScoredContext.evict(whole, 0.1)
     assert (mass_errors(made, prefix) < 0.9 * mass_errors(evicted, prefix)).all()
 
 
 def test_the_values_are_what_matches_the_outputs():
-    whole, _ = bundled()
+    whole, _ = tiny()
     prefix = whole.context.prefix
     made, plain = whole.evict(0.1), whole.evict(0.1)
     for layer, evicted in zip(plain.layers, ScoredContext.evict(whole, 0.1).layers, strict=True):

@@ -322,7 +322,7 @@ def test_adapters_of_another_model_object_or_evictor(case):
         compress(model, tokenizer, text, adapter=adapter, ratio=0.2, between="\n\n")
 
 
-def test_automatic_adapters_are_for_the_bundled_model_alone(case):
+def test_automatic_adapters_are_for_the_tiny_model_alone(case):
     assert compress(*case, adapter="auto", ratio=0.2).manifest.adapter is None
 
 

@@ -13,7 +13,7 @@ from restorekv import CompressedContext, compress, load_model
 from restorekv.compression.eviction import ADAPTERS, load_adapter, make_compressor, shipped_adapter
 from restorekv.compression.portable import load_portable
 from restorekv.errors import BudgetError, CacheFileError, RestoreKVError, RestoreKVWarning
-from restorekv.model.load import bundled_path
+from restorekv.model.load import tiny_path
 from restorekv.restore.adapter import RestoreAdapter
 from tests.helpers.cli_world import cli
 
@@ -34,7 +34,7 @@ def test_at_ratio_1_everything_stays(tiny):
     whole = small(tiny, ratio=1)
     assert whole.kept.all() and whole.manifest.restore_tokens == 0 and whole.manifest.adapter is None
     assert small(tiny, ratio=1, restore_tokens=2).kept.all()
-    assert small(tiny, ratio=1, adapter=shipped_adapter("bundled", "snapkv")).manifest.restore_tokens == 3
+    assert small(tiny, ratio=1, adapter=shipped_adapter("tiny", "snapkv")).manifest.restore_tokens == 3
 
 
 def test_auto_restores_at_ratios_of_the_training_alone(tiny):
@@ -42,7 +42,7 @@ def test_auto_restores_at_ratios_of_the_training_alone(tiny):
     assert small(tiny).manifest.restore_tokens == 3
     assert small(tiny, ratio="0.251").manifest.adapter is None
     assert small(tiny, ratio=None, tokens_per_head=200).manifest.adapter is None
-    shipped = shipped_adapter("bundled", "snapkv")
+    shipped = shipped_adapter("tiny", "snapkv")
     for asked in {"restore_tokens": 3}, {"restore_from": "evicted"}, {"adapter": shipped}:
         assert small(tiny, ratio=0.5, **asked).manifest.restore_tokens == 3
 
@@ -55,7 +55,7 @@ def test_where_the_shipped_adapter_does_not_fit_nothing_is_restored(how):
     assert made.manifest.adapter is None and made.ask(QUESTION, 4)
     if "dtype" in how:
         with pytest.raises(RestoreKVError, match="load it in float32 or bfloat16"):
-            small(model, adapter=shipped_adapter("bundled", "snapkv"))
+            small(model, adapter=shipped_adapter("tiny", "snapkv"))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -75,7 +75,7 @@ def test_another_dtype_is_named_before_another_model(tiny, tmp_path):
 
 
 def test_a_loaded_cache_goes_on_as_its_record_says(tiny, tmp_path):
-    own = RestoreAdapter.from_pretrained(tiny[0], shipped_adapter("bundled", "snapkv"))
+    own = RestoreAdapter.from_pretrained(tiny[0], shipped_adapter("tiny", "snapkv"))
     small(tiny, evictor="knorm", adapter=own).save(tmp_path / "a.rkv")
     loaded = CompressedContext.load(tmp_path / "a.rkv", *tiny)
     with pytest.raises(RestoreKVError, match="not at hand; give its folder, or adapter=None"):
@@ -149,13 +149,13 @@ def test_options_that_would_be_ignored_are_refused(tiny):
 
 
 def test_a_model_may_be_named_by_a_path(tiny):
-    assert load_model(bundled_path("model"))[0].config.vocab_size == tiny[0].config.vocab_size
+    assert load_model(tiny_path("model"))[0].config.vocab_size == tiny[0].config.vocab_size
 
 
 def test_a_portable_cache_answers_in_a_model_of_transformers(tiny, tmp_path):
     made = small(tiny, allocation="per-head", adapter=None)
     made.portable().save(tmp_path / "a.safetensors")
-    plain = AutoModelForCausalLM.from_pretrained(bundled_path("model"))
+    plain = AutoModelForCausalLM.from_pretrained(tiny_path("model"))
     stored = load_portable(tmp_path / "a.safetensors", plain)
     assert stored.ask(plain, tiny[1], QUESTION, 8) == made.ask(QUESTION, 8)
     assert stored.ask(plain, tiny[1], [QUESTION], 8) == [made.ask(QUESTION, 8)]
@@ -173,15 +173,14 @@ def test_asynchronous_asking_takes_a_limit_and_no_stream(tiny):
         asyncio.run(made.chat().ask_async(QUESTION, stream=True))
 
 
-def test_chat_survives_what_is_typed_and_signs(tmp_path):
+def test_chat_survives_what_is_typed(tmp_path):
     (text := tmp_path / "a.txt").write_text(TEXT)
-    (key := tmp_path / "key").write_text("k" * 40)
     made, saved = tmp_path / "a.rkv", tmp_path / "b.rkv"
-    assert cli("compress", text, "--evictor", "snapkv", "-o", made, "--sign-key", key).code == 0
+    assert cli("compress", text, "--evictor", "snapkv", "-o", made).code == 0
     lines = ["/undo ²", "/undo x", "/undo -3", "/save ~nosuchuser/x.json", f"/save {saved}", "who?"]
-    result = cli("chat", made, "--sign-key", key, stdin="\n".join(lines).encode())
+    result = cli("chat", made, stdin="\n".join(lines).encode())
     assert result.code == 0 and result.err.count("Give a number of turns") == 3 and "read " in result.err
-    assert cli("ask", saved, "who?", "--sign-key", key).code == 0
+    assert cli("ask", saved, "who?").code == 0
 
 
 def test_a_text_is_not_written_over(tmp_path):

@@ -42,7 +42,7 @@ def model():
 
 @pytest.fixture(scope="module", autouse=True)
 def suite_once(tiny_tokenizer):
-    """Making the bundled suite's documents, and reading what ships, takes longer than a build here."""
+    """Making the tiny suite's documents, and reading what ships, takes longer than a build here."""
     made = suite(tiny_tokenizer, restorekv.data.build.TESTED)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(restorekv.data.build, "SHIPPED", [])
@@ -237,9 +237,9 @@ def test_evaluation_texts_are_refused_counted_and_named(files, model, tiny_token
     rows = [{"context": "Something else."}, {"context": held_out, "input": "Why?"}]
     evaluation = write_jsonl(tmp_path / "evaluation.jsonl", rows)
     tests = [document.text for document in suite(tiny_tokenizer)]
-    bundled = min(tests, key=len)
+    tiny = min(tests, key=len)
     source = json.loads(Path(files["longalpaca"]).read_text())
-    source.insert(1, {"instruction": f"{bundled.title()} Now the paper ends. Question: who?"})
+    source.insert(1, {"instruction": f"{tiny.title()} Now the paper ends. Question: who?"})
     changed = tmp_path / "longalpaca.json"
     changed.write_text(json.dumps(source))
     config = settings({**files, "longalpaca": str(changed)}, documents=9, books=0, examples=0, longest=4000)
@@ -249,7 +249,7 @@ def test_evaluation_texts_are_refused_counted_and_named(files, model, tiny_token
     assert told["dropped"]["in an evaluation set"] == 2
     assert told["refused"][0] == {
         "document": "row 1",
-        "found in": f"bundled suite, document {tests.index(bundled)}",
+        "found in": f"tiny suite, document {tests.index(tiny)}",
         "share": 1.0,
     }
     assert told["refused"][1]["document"] == "row 7" and told["refused"][1]["found in"] == "evaluation.jsonl, row 2"

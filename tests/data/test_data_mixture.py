@@ -52,25 +52,6 @@ def edit(folder: Path, row: int, honest: bool = False, **values: object) -> None
         (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-def spelled_as_before(folder: Path) -> None:
-    """Turns the folder into one of version 0.1, whose keys are spelled "licence"."""
-    manifest = json.loads((folder / "manifest.json").read_text().replace('"licenses"', '"licences"'))
-    for source in manifest["sources"].values():
-        path = folder / source["file"]["name"]
-        table = pq.read_table(path)
-        pq.write_table(table.rename_columns([name.replace("license", "licence") for name in table.column_names]), path)
-        source["file"]["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-
-
-def test_folders_with_the_former_keys_are_read_and_resumed(data, made, files, tiny_tokenizer):
-    spelled_as_before(data)
-    assert "licences" in (data / "manifest.json").read_text()
-    contexts, manifest = read_mixture(data)
-    assert contexts == read_mixture(made)[0] and manifest["licenses"] == read_mixture(made)[1]["licenses"]
-    assert build(build_model("qwen3"), tiny_tokenizer, settings(files), data, resume=True) == manifest
-
-
 @pytest.mark.parametrize("honest", [False, True])
 @pytest.mark.parametrize(
     ("values", "message"),
@@ -234,7 +215,7 @@ def test_every_setting_is_a_flag_with_help():
     assert all(field.metadata["help"].endswith(".") for field in fields(BuildConfig))
 
 
-def test_the_command_builds_and_shows_with_the_bundled_model(tmp_path):
+def test_the_command_builds_and_shows_with_the_tiny_model(tmp_path):
     long = tmp_path / "long.json"
     long.write_text(json.dumps([{"instruction": paper(text("long", 90)), "output": "x"}]))
     (tmp_path / "books").mkdir()
@@ -249,7 +230,7 @@ def test_the_command_builds_and_shows_with_the_bundled_model(tmp_path):
     assert shown.code == 0 and "(6,248)" in shown.out and "(4,236)" in shown.out and not shown.err
     told = json.loads(figures_file.read_text())
     assert [row["source"] for row in told["rows"]] == ["longalpaca", "pg19", "flan", "total"]
-    assert told["manifest"]["model"]["name"] == "bundled"
+    assert told["manifest"]["model"]["name"] == "tiny"
     assert told["rows"][-1]["samples"] == sum(len(context.questions) for context in read_mixture(out)[0]) > 2
 
 
@@ -264,7 +245,7 @@ def test_mistakes_on_the_command_line_are_one_sentence(files, tmp_path, monkeypa
     refused("No such command 'bake'", "bake", code=2)
     refused("--out", "build", code=2)
     refused("one of paper, permissive", "build", "--out", out, "--mixture", "free")
-    refused("chunk must be at least 1", "build", "--out", out, "--licences", "mit", "--chunk", 0)  # the former spelling
+    refused("chunk must be at least 1", "build", "--out", out, "--licenses", "mit", "--chunk", 0)
     refused("There is no evaluation file or folder nowhere", "build", "--out", out, "--exclude", "nowhere")
     refused("is a file", "build", "--out", files["flan"])
     refused("is not empty", "build", "--out", tmp_path.parent)

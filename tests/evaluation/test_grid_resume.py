@@ -12,7 +12,7 @@ import pytest
 from restorekv.evaluation import results
 from restorekv.evaluation.run import run
 from restorekv.evaluation.worker import OPENED
-from tests.helpers.grid_world import bundled_grid, contents, resume
+from tests.helpers.grid_world import contents, resume, tiny_grid
 
 CONTEXTS, CELLS, PROGRAM, ROOT = 4, 5, "tests.helpers.grid_world", Path(__file__).parents[2]
 KILLS = [  # the writes at which one start after the other is killed; a whole run has 50, from cell.json to summary.json
@@ -27,7 +27,7 @@ def uninterrupted(tmp_path_factory):
     """The model stays open in this process, for its children."""
     folder = tmp_path_factory.mktemp("whole")
     OPENED.clear()
-    run(bundled_grid(CONTEXTS), folder)
+    run(tiny_grid(CONTEXTS), folder)
     return contents(folder)
 
 
@@ -78,11 +78,11 @@ def test_killed_again_and_again_and_resumed(uninterrupted, tmp_path, start, kill
 def test_killed_before_anything_is_answered(uninterrupted, tmp_path):
     """Folders with cell.json alone, and none."""
     folder = tmp_path / "run"
-    run(bundled_grid(CONTEXTS), folder)
+    run(tiny_grid(CONTEXTS), folder)
     for path in sorted(folder.rglob("*"))[::-1]:
         if path.is_file() and path.name != results.CELL:
             path.unlink()
     for path in next(iter(sorted(folder.glob("cells/*")))).iterdir():
         path.unlink()
-    run(bundled_grid(CONTEXTS), folder)
+    run(tiny_grid(CONTEXTS), folder)
     assert contents(folder) == uninterrupted

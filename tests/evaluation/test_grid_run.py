@@ -330,19 +330,6 @@ def test_what_cannot_stream_is_refused_before_anything_is_asked(world, tmp_path)
     assert not list(tmp_path.rglob(results.ANSWERS))
 
 
-def test_cells_of_older_runs_are_found_again(tmp_path):
-    """A name from before `storage` and `streaming` were fields, and a cell.json without them."""
-    cell = Cell("bundled", "bundled:count=104", "am-fast", "0.05", prefix_policy="free", on_small_budget="fewer")
-    stored = {key: value for key, value in vars(cell).items() if key not in ("storage", "streaming")}
-    name = "bundled_bundled-count=104_kvpress_am-fast_alone_0.05_1a6eb557"
-    assert cell.name == name
-    place = tmp_path / results.CELLS / name
-    place.mkdir(parents=True)
-    (place / results.CELL).write_text(json.dumps({"cell": stored, "facts": {}}))
-    assert results.opened(tmp_path, cell, {}).cell == cell
-    assert results.opened(tmp_path, replace(cell, storage="int8"), {}).folder != place
-
-
 def test_nothing_to_do_is_refused(tmp_path):
     with pytest.raises(RestoreKVError, match="nothing to evaluate"):
         run([], tmp_path)
@@ -361,19 +348,6 @@ def test_cells_are_told_apart_by_everything_in_them():
     assert others.keys() == vars(cell).keys()
     names = {replace(cell, **{field: value}).name for field, value in others.items()} | {cell.name}
     assert len(names) == 17 and all(len(name) < 200 and "/" not in name and ":" not in name for name in names)
-
-
-def test_cells_of_earlier_versions_keep_their_names():
-    """A folder written when `on_small_budget` was called on_tight: its name and its content."""
-    held = {
-        "model": "tiny", "benchmark": "bundled:count=104", "evictor": "kvzip", "ratio": "0.05", "adapter": "auto",
-        "restore_tokens": None, "protocol": "kvpress", "prefix_policy": "free", "on_tight": "fewer",
-        "allocation": "global", "restore_from": "full", "offset": 0, "max_context": 0, "dtype": "auto",
-    }  # fmt: skip
-    cell = Cell.from_dict(held)
-    assert cell.on_small_budget == "fewer" and cell.to_dict() == held
-    assert cell.name == "tiny_bundled-count=104_kvpress_kvzip_restored_0.05_cfe0c510"
-    assert cell.conventions("free").described()["on_tight"] == "fewer", "facts are compared by the old key too"
 
 
 def test_jobs_share_what_can_be_shared():

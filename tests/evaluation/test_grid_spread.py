@@ -21,7 +21,7 @@ from restorekv.evaluation.run import run
 from tests.helpers.grid_world import contents, grid, save_world
 from tests.helpers.workers import children, running
 
-BENCHMARK = "bundled:count=6,low=100,high=160"
+BENCHMARK = "tiny:count=6,low=100,high=160"
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +165,7 @@ from restorekv.evaluation.ray_pool import RayPool
 folder, address, device, count = sys.argv[1:]
 try:
     with RayPool(2, address, device) as pool:
-        cells = grid("model", f"bundled:count={count},low=100,high=160", ("kvzip",), ("0.5",))
+        cells = grid("model", f"tiny:count={count},low=100,high=160", ("kvzip",), ("0.5",))
         run(cells, Path(folder), pool, lambda progress: print(progress.done, flush=True))
 except ValueError as error:
     sys.exit(str(error))

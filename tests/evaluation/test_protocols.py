@@ -88,7 +88,7 @@ def test_kvzips_own_strings(model, wanted):
 
 def test_a_model_of_no_family_is_asked_through_its_own_template(tiny_tokenizer):
     own = ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n")
-    for name in ("bundled", "org/mistral", "Qwen3-runs/of-another"):
+    for name in ("tiny", "org/mistral", "Qwen3-runs/of-another"):
         assert KVZIP.surroundings(name, tiny_tokenizer) == own == KVPRESS.surroundings("Qwen/Qwen3-4B", tiny_tokenizer)
 
 

@@ -122,16 +122,16 @@ def test_pngs_are_pictures_and_as_many_as_charts(folder, page):
 
 def test_paired_table_has_the_gains_of_stats(folder, page):
     """Two seeds are one benchmark of twice the contexts; an oracle pools them by hand."""
-    cell = Cell("bundled", "bundled:count=6", "kvzip", "0.05", adapter="auto")
+    cell = Cell("tiny", "tiny:count=6", "kvzip", "0.05", adapter="auto")
     sides = {True: [], False: []}
-    for seed, spec in enumerate(("bundled:count=6", "bundled:count=6,seed=1")):
+    for seed, spec in enumerate(("tiny:count=6", "tiny:count=6,seed=1")):
         for restored, side in sides.items():
             asked = replace(cell, benchmark=spec, adapter="auto" if restored else None)
             side += [replace(answer, document=f"{seed} {answer.document}") for answer in answers(asked, folder)]
     expected = compared(sides[True], sides[False])
     told = next(
-        row for row in rows(folder, "scores-bundled-bundled-kvpress")
-        if (row["benchmark"], row["method"], row["ratio"]) == ("bundled:count=6", "KVzip + RestoreKV", "0.05")
+        row for row in rows(folder, "scores-tiny-tiny-kvpress")
+        if (row["benchmark"], row["method"], row["ratio"]) == ("tiny:count=6", "KVzip + RestoreKV", "0.05")
     )  # fmt: skip
     for key, value in expected.items():
         assert float(told[key]) == pytest.approx(value), key
@@ -143,7 +143,7 @@ def test_paired_table_has_the_gains_of_stats(folder, page):
 
 def test_chart_data_are_the_summaries(folder):
     """QASPER has one seed, so that its rows are what the cells' summaries say."""
-    told = {(row["method"], row["ratio"]): row for row in rows(folder, "accuracy-bundled-qasper-kvzip")}
+    told = {(row["method"], row["ratio"]): row for row in rows(folder, "accuracy-tiny-qasper-kvzip")}
     assert len(told) == 9
     for result in load(folder):
         cell = result.cell
@@ -167,36 +167,36 @@ def test_what_protocols_hold_is_told_in_the_run_s_own_pairs(folder):
     heads = report_world.LAYERS * report_world.HEADS
     tokens = [
         line["tokens"] for result in load(folder)
-        if result.cell == Cell.full(model="bundled", benchmark="qasper") for line in result.lines
+        if result.cell == Cell.full(model="tiny", benchmark="qasper") for line in result.lines
     ]  # fmt: skip
     counted = np.mean([int((t + 3) * heads * 5 // 100) for t in tokens])
     free = np.mean([28 * heads + t * heads * 5 // 100 for t in tokens])
     for protocol, held, prefix in (("kvpress", counted, 3), ("kvzip", free, 28)):
-        table = {(row["method"], row["ratio"]): row for row in rows(folder, f"held-bundled-qasper-{protocol}")}
+        table = {(row["method"], row["ratio"]): row for row in rows(folder, f"held-tiny-qasper-{protocol}")}
         assert float(table["KVzip", "0.05"]["pairs_with_prefix"]) == pytest.approx(held)
         assert float(table["KVzip", "0.05"]["prefix"]) == prefix
 
 
 def test_needles_by_length_and_depth(folder):
-    cell = Cell("bundled", "needle", "kvzip", "0.05", adapter="auto")
+    cell = Cell("tiny", "needle", "kvzip", "0.05", adapter="auto")
     found = {answer.document: 100 * answer.score for answer in answers(cell, folder)}
-    told = [row for row in rows(folder, "needle-bundled-needle-kvpress-0.05") if row["method"] == "KVzip + RestoreKV"]
+    told = [row for row in rows(folder, "needle-tiny-needle-kvpress-0.05") if row["method"] == "KVzip + RestoreKV"]
     assert {f"{row['length']}-{float(row['depth']):g}": float(row["score"]) for row in told} == found
     assert len(found) == 6
 
 
 def test_what_was_kept_stands_beside_the_ratio(folder):
     result = next(
-        found for found in load(folder) if found.cell == Cell("bundled", "qasper", "snapkv", "0.2", protocol="kvzip")
+        found for found in load(folder) if found.cell == Cell("tiny", "qasper", "snapkv", "0.2", protocol="kvzip")
     )
-    table = rows(folder, "held-bundled-qasper-kvzip")
+    table = rows(folder, "held-tiny-qasper-kvzip")
     told = next(row for row in table if (row["method"], row["ratio"]) == ("SnapKV", "0.2"))
     for key in ("pairs", "pairs_with_prefix", "bytes", "kept", "kept_with_prefix"):
         assert float(told[key]) == pytest.approx(result.summary[key])
 
 
 def test_fidelity_is_that_of_the_summaries(folder, page):
-    found = {(row["method"], row["ratio"]): row for row in rows(folder, "scores-bundled-qasper-kvzip")}
+    found = {(row["method"], row["ratio"]): row for row in rows(folder, "scores-tiny-qasper-kvzip")}
     for result in load(folder):
         if result.cell.benchmark == "qasper" and result.cell.protocol == "kvzip" and result.cell.evictor == "kvzip":
             row = found["KVzip + RestoreKV" if result.cell.restored else "KVzip", str(result.cell.value)]
@@ -218,20 +218,20 @@ def test_conventions_of_every_cell(folder, page):
 
 
 def test_unfinished_cells_are_said_to_run(tmp_path):
-    base = Cell("bundled", "qasper", "kvzip", "0.1")
+    base = Cell("tiny", "qasper", "kvzip", "0.1")
     report_world.write_cell(tmp_path, base)
     report_world.write_cell(tmp_path, replace(base, adapter="auto"), answered=2)
-    report_world.write_cell(tmp_path, Cell.full(model="bundled", benchmark="qasper"), answered=0)
+    report_world.write_cell(tmp_path, Cell.full(model="tiny", benchmark="qasper"), answered=0)
     write_report(tmp_path)
     page = Page((tmp_path / "report" / "index.html").read_text())
     assert "running (2 of 6 contexts)" in page.text and "running (0 of 6 contexts)" in page.text
     assert "No pair of a base and its restored cell is finished yet." in page.text
     assert "Still running and not drawn: 2." in page.pictures[0]
-    assert {row["method"] for row in rows(tmp_path, "accuracy-bundled-qasper-kvpress")} == {"KVzip"}
+    assert {row["method"] for row in rows(tmp_path, "accuracy-tiny-qasper-kvpress")} == {"KVzip"}
 
 
 def test_sections_need_data(tmp_path):
-    report_world.write_cell(tmp_path, Cell("bundled", "qasper", "kvzip", "0.1"))
+    report_world.write_cell(tmp_path, Cell("tiny", "qasper", "kvzip", "0.1"))
     write_report(tmp_path)
     page = Page((tmp_path / "report" / "index.html").read_text())
     assert page.headings == [
@@ -243,13 +243,13 @@ def test_many_methods_have_a_panel_each(tmp_path):
     for cell in report_world.cells_of("qasper", ("kvzip", "kvzip+", "snapkv", "h2o"), ("0.1", "0.05")):
         report_world.write_cell(tmp_path, cell)
     write_report(tmp_path)
-    drawn = (tmp_path / "report" / "svg" / "accuracy-bundled-qasper-kvpress.svg").read_text()
+    drawn = (tmp_path / "report" / "svg" / "accuracy-tiny-qasper-kvpress.svg").read_text()
     assert drawn.count("ratio r of pairs kept (log)") == 4
 
 
 def test_a_control_is_no_other_method(tmp_path):
     """Fewer restore tokens, an offset and a prefix policy of its own have labels or places of their own."""
-    base = Cell("bundled", "qasper", "kvzip", "0.1")
+    base = Cell("tiny", "qasper", "kvzip", "0.1")
     for cell in (base, replace(base, adapter="auto"), replace(base, adapter="auto", restore_tokens=1)):
         report_world.write_cell(tmp_path, cell)
     report_world.write_cell(tmp_path, replace(base, offset=8))
@@ -261,7 +261,7 @@ def test_a_control_is_no_other_method(tmp_path):
 
 @pytest.mark.parametrize("change", [{"fingerprint": "0" * 16}, {"benchmark": {"digest": "0" * 16}}])
 def test_mixed_up_cells_are_refused(tmp_path, change):
-    base = Cell("bundled", "qasper", "kvzip", "0.1")
+    base = Cell("tiny", "qasper", "kvzip", "0.1")
     report_world.write_cell(tmp_path, base)
     facts = report_world.facts_of(base, 6)
     other = {key: {**facts[key], **value} if isinstance(value, dict) else value for key, value in change.items()}
@@ -273,7 +273,7 @@ def test_mixed_up_cells_are_refused(tmp_path, change):
 
 def test_the_same_context_in_two_seeds_counts_once(tmp_path):
     """Where a seed draws from a fixed set, both may have drawn one context."""
-    base = Cell("bundled", "qasper:count=6", "kvzip", "0.1")
+    base = Cell("tiny", "qasper:count=6", "kvzip", "0.1")
     first = report_world.write_cell(tmp_path, base)
     second = report_world.write_cell(tmp_path, replace(base, benchmark="qasper:count=6,seed=1"))
     lines = [json.loads(line) for line in (first.folder / "answers.jsonl").read_text().splitlines()]
@@ -293,7 +293,7 @@ def test_needles_in_two_haystacks_count_twice(tmp_path):
 
 
 def test_what_stands_in_for_official_data_is_told_beside_the_chart(tmp_path):
-    cell = Cell("m", "bundled:count=6", "kvzip", "0.1")
+    cell = Cell("m", "tiny:count=6", "kvzip", "0.1")
     made = report_world.facts_of(cell, 6)["benchmark"] | {"stand_ins": {"qa_1": "generated documents"}}
     report_world.write_cell(tmp_path, cell, benchmark=made)
     write_report(tmp_path)
@@ -322,7 +322,7 @@ def test_command_line(folder, tmp_path, capsys):
 
 def test_a_page_with_more_beside_it_stays(tmp_path):
     """`python -m paper` writes OUT/report too, with paper.json beside the page."""
-    report_world.write_cell(tmp_path, Cell("bundled", "qasper", "kvzip", "0.1"))
+    report_world.write_cell(tmp_path, Cell("tiny", "qasper", "kvzip", "0.1"))
     write_report(tmp_path)
     (tmp_path / "report" / "paper.json").write_text("{}")
     with pytest.raises(RestoreKVError, match=r"holds paper\.json"):
@@ -345,7 +345,7 @@ def test_adapters_in_folders_of_one_name_are_told_apart(name, others, told):
 
 def test_storage_and_streaming_stand_behind_the_plain_method(tmp_path):
     """The plain one keeps the evictor's look and title; a restored cell is paired with a base that is held as it is."""
-    base = Cell("bundled", "bundled:count=6", "kvzip", "0.05")
+    base = Cell("tiny", "tiny:count=6", "kvzip", "0.05")
     for changed in ({"storage": "fp8"}, {"storage": "int8"}, {"streaming": 512}, {}):
         for adapter in (None, "auto"):
             report_world.write_cell(tmp_path, replace(base, adapter=adapter, **changed), answered=2)
@@ -361,7 +361,7 @@ def test_storage_and_streaming_stand_behind_the_plain_method(tmp_path):
 
 def test_a_task_below_ten_on_the_full_cache_is_left_out_of_means_and_shown(tmp_path, monkeypatch):
     monkeypatch.setitem(report_world.SKILL, "full", 0.0)
-    cells = report_world.cells_of("bundled:count=6", ("kvzip",), ("0.2",))
+    cells = report_world.cells_of("tiny:count=6", ("kvzip",), ("0.2",))
     for cell in cells:
         result = report_world.write_cell(tmp_path, cell)
         lines = [json.loads(json.dumps(line)) for line in result.lines]

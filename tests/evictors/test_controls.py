@@ -237,7 +237,7 @@ def test_every_allocation_fills_the_budget(tiny_model, tiny_tokenizer, allocatio
 
 
 def test_an_offset_leaves_the_shipped_adapter_out_and_says_so():
-    model, tokenizer = load_model("bundled")
+    model, tokenizer = load_model("tiny")
     with pytest.warns(RestoreKVWarning, match="no adapter is used"):
         made = compress(model, tokenizer, TEXT, ratio=0.5, offset=3)
     assert made.manifest.adapter is None

@@ -6,15 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
 
-from restorekv import evictors
+from restorekv import evictors, seal
 from restorekv.compression.eviction import Eviction
 from restorekv.errors import GateError, RestoreKVError
 from restorekv.evictors import gate_file
 from restorekv.evictors.gate_file import GateCard
-from restorekv.model.load import bundled_path, load_model
+from restorekv.model.load import load_model, tiny_path
 from restorekv.model.observer import observe_layers
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context
@@ -220,13 +219,11 @@ def test_gates_of_others_are_refused(tmp_path):
 
 def harmed(path, change=lambda card: None, tensors=None):
     """Seals a gate of the given card and tensors again, as a stranger would who knows the format."""
-    header, good = gate_file.opened(path)
-    card = json.loads(header["card"])
+    metadata, good = seal.read(path, gate_file.FILE)
+    card = json.loads(metadata["card"])
     change(card)
-    header["card"], tensors = json.dumps(card), {**good, **(tensors or {})}
-    header["sha256"] = gate_file.digest(tensors, header["card"])
     harmed = path.with_name("harmed")
-    harmed.write_bytes(safetensors.torch.save(tensors, header))
+    seal.write(harmed, gate_file.FILE, {**good, **(tensors or {})}, {"card": json.dumps(card)})
     return harmed
 
 
@@ -298,10 +295,10 @@ def test_the_shipped_gates_rank_like_their_evictors(spec, target):
 
 
 def test_the_shipped_gates_are_small():
-    files = list(bundled_path("gates").iterdir())
+    files = list(tiny_path("gates").iterdir())
     assert {path.stem for path in files} == set(gate_file.KINDS)
     assert sum(path.stat().st_size for path in files) < 2_000_000
-    assert {gate_file.read(path).card.model for path in files} == {"bundled"}
+    assert {gate_file.read(path).card.model for path in files} == {"tiny"}
 
 
 @pytest.mark.parametrize("spec", ["fastkvzip:window=1.5", "fastkvzip:window=nan", "fastkvzip:sinks=-1", "kvzap:tau=1"])
@@ -312,5 +309,5 @@ def test_wrong_settings_are_refused(spec):
 
 def test_the_card_is_plain_json(tiny_model, tmp_path):
     save_gate(tmp_path / "gate", "kvzap-mlp", tiny_model)
-    card = json.loads(gate_file.opened(tmp_path / "gate")[0]["card"])
+    card = json.loads(seal.read(tmp_path / "gate", gate_file.FILE)[0]["card"])
     assert card["target"] == "kvzip" and card["figures"] == {"loss": 0.5}

@@ -18,10 +18,10 @@ def write_analyses(folder: Path) -> Path:
         "restore_attention": restore_attention(rng),
     }.items():
         told = {
-            "analysis": kind, "label": "bundled-kvzip", "conventions": CONVENTIONS, "documents": 26, "questions": 92,
+            "analysis": kind, "label": "tiny-kvzip", "conventions": CONVENTIONS, "documents": 26, "questions": 92,
             "definitions": {"context": "mass on <non-sink> context columns"}, "figures": {"0.05": figures},
         }  # fmt: skip
-        (folder / "analysis" / f"{kind}-bundled-kvzip.json").write_text(json.dumps(told))
+        (folder / "analysis" / f"{kind}-tiny-kvzip.json").write_text(json.dumps(told))
     return folder
 
 

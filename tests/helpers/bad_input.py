@@ -285,7 +285,7 @@ CASES: dict[str, tuple[Build, str]] = {
     "evaluation at ratio 7": (evaluate("--ratio", 7), RATIO),
     "evaluation of an unknown evictor": (evaluate("--evictor", "h3o"), "no evictor 'h3o'"),
     "evaluation with a missing adapter": (evaluate("--evictor", "kvzip@/no/such/adapter"), "no adapter folder"),
-    "evaluation on training documents": (evaluate("--benchmark", "bundled:split=restore 0"), "for training"),
+    "evaluation on training documents": (evaluate("--benchmark", "tiny:split=restore 0"), "for training"),
     "evaluation into a missing folder": (evaluate("--json", "/no/such/folder/f.json"), "does not exist"),
     "demo into a missing folder": (lambda world, tmp: ["demo", "--json", tmp / "no" / "f.json"], "does not exist"),
 }
@@ -300,5 +300,5 @@ USAGE: dict[str, tuple[Build, str]] = {
     "no question": (ask(questions=()), "question"),
     "words for a number": (flags("--tokens-per-head", "many"), "valid integer"),
     "no run folder": (lambda world, tmp: ["train"], "--out"),
-    "no bundled contexts": (train("--count", 0), "count"),
+    "no tiny contexts": (train("--count", 0), "count"),
 }

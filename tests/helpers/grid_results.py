@@ -35,7 +35,7 @@ def facts(cell: Cell, benchmark: Mapping[str, object]) -> dict:
     return {
         "model": cell.model, "fingerprint": "0", "device": "cpu", "dtype": "float32", "method": cell.evictor,
         "prefix_policy": cell.prefix_policy or ("free" if cell.evictor == "full" else "counted"),
-        "on_tight": cell.on_small_budget, "allocation": cell.allocation, "restore_from": cell.restore_from,
+        "on_small_budget": cell.on_small_budget, "allocation": cell.allocation, "restore_from": cell.restore_from,
         "offset": cell.offset, "adapter": {"hash": "ab12", "restore_tokens": 8} if cell.adapter else None,
         "benchmark": dict(benchmark), "shape": {"layers": 3, "heads": 2}, "versions": {"restorekv": "0.1.0"},
     }  # fmt: skip

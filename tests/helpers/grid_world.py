@@ -77,9 +77,9 @@ def grid(model: str, benchmark: str, evictors=("kvzip",), ratios=("0.5", "0.3"),
     ]
 
 
-def bundled_grid(contexts: int) -> list[Cell]:
-    benchmark = f"bundled:count={contexts},low=100,high=160"
-    return grid("bundled", benchmark, ("kvzip", "streaming"), ("0.5", "0.25"), (None,))
+def tiny_grid(contexts: int) -> list[Cell]:
+    benchmark = f"tiny:count={contexts},low=100,high=160"
+    return grid("tiny", benchmark, ("kvzip", "streaming"), ("0.5", "0.25"), (None,))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -125,10 +125,10 @@ def kill_at_write(number: int) -> None:
 
 
 def resume(folder: Path, log: Path, contexts: int, kill_at: int) -> None:
-    """Runs what is left of the bundled grid; a `kill_at` of -1 lets it end."""
+    """Runs what is left of the tiny grid; a `kill_at` of -1 lets it end."""
     log_asked(log)
     kill_at_write(kill_at)
-    run(bundled_grid(contexts), folder)
+    run(tiny_grid(contexts), folder)
 
 
 if __name__ == "__main__":

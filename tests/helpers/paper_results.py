@@ -25,7 +25,7 @@ def finished(folder: Path, cell: Cell, said: Mapping[str, Sequence[tuple[float, 
     place.mkdir(parents=True)
     conventions = {
         "method": cell.evictor, "adapter": None, "shape": {"layers": 3}, "prefix_policy": "free",
-        "on_tight": cell.on_small_budget, "restore_from": cell.restore_from, "offset": cell.offset,
+        "on_small_budget": cell.on_small_budget, "restore_from": cell.restore_from, "offset": cell.offset,
     }  # fmt: skip
     facts = {**conventions, **FACTS, "benchmark": {"title": cell.benchmark}, "protocol": {"name": cell.protocol}}
     write_json(place / CELL, {"cell": cell.to_dict(), "facts": facts})

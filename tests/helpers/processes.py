@@ -7,7 +7,7 @@ from pathlib import Path
 
 from restorekv.tiny import world
 
-BUNDLED = str(Path(world.__file__).parent / "model")
+TINY = str(Path(world.__file__).parent / "model")
 CODE = """
 import sys
 from transformers import AutoTokenizer
@@ -19,7 +19,7 @@ print(digest(make(sys.argv[2]).samples(tokenizer, "kvpress")))
 
 
 def digest_elsewhere(spec: str, hash_seed: int = 7) -> str:
-    """Returns the digest of a benchmark's samples, tokenized for the bundled model, in a new process."""
+    """Returns the digest of a benchmark's samples, tokenized for the tiny model, in a new process."""
     environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
-    command = [sys.executable, "-c", CODE, BUNDLED, spec]
+    command = [sys.executable, "-c", CODE, TINY, spec]
     return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.strip()

@@ -15,12 +15,12 @@ LAYERS, HEADS, DIM = 4, 2, 32
 PREFIX = {"kvpress": 3, "kvzip": 28}
 POLICY = {"kvpress": "counted", "kvzip": "free"}
 RESTORE = 2
-TASKS = {"bundled": ("single", "qa", "choice4"), "qasper": ("qasper",), "needle": ("needle_500", "needle_2000")}
-TITLES = {"bundled": "Bundled suite", "qasper": "QASPER", "needle": "Needle in a haystack"}
+TASKS = {"tiny": ("single", "qa", "choice4"), "qasper": ("qasper",), "needle": ("needle_500", "needle_2000")}
+TITLES = {"tiny": "Tiny suite", "qasper": "QASPER", "needle": "Needle in a haystack"}
 SKILL = {"kvzip": 0.75, "snapkv": 0.35, "kvzip+": 0.8, "h2o": 0.2, "full": 0.95}
 
 CONVENTIONS = {
-    "model": "bundled", "fingerprint": "f" * 16, "dtype": "float32", "benchmark": "bundled:count=26",
+    "model": "tiny", "fingerprint": "f" * 16, "dtype": "float32", "benchmark": "tiny:count=26",
     "protocol": "kvpress", "ratios": [0.05], "evictor": "kvzip",
 }  # fmt: skip
 
@@ -33,12 +33,12 @@ def facts_of(cell: Cell, samples: int, **changes: object) -> dict:
     return {
         "model": cell.model, "fingerprint": f"{cell.protocol:f<16}", "dtype": "float32",
         "rope": {"rope_theta": 10000.0}, "shape": {"layers": LAYERS, "heads": HEADS, "head_dim": DIM, "hidden": 128},
-        "prefix_policy": policy, "on_tight": cell.on_small_budget, "allocation": cell.allocation,
+        "prefix_policy": policy, "on_small_budget": cell.on_small_budget, "allocation": cell.allocation,
         "restore_from": cell.restore_from, "offset": cell.offset, "budget": "B = floor(r T L H), exact",
         "method": cell.evictor + (f":chunk=2000,sinks={PREFIX['kvzip']}" if cell.protocol == "kvzip" else ""),
         "adapter": adapter if cell.restored else None,
         "benchmark": {
-            "data": "generated", "licence": "Apache-2.0", "metric": "share found", "title": TITLES[name],
+            "data": "generated", "license": "Apache-2.0", "metric": "share found", "title": TITLES[name],
             "spec": cell.benchmark, "samples": samples, "questions": samples * len(TASKS[name]), "digest": "d" * 16,
         },
         "protocol": {
@@ -98,10 +98,10 @@ def write_cell(folder: Path, cell: Cell, samples: int = 6, answered: int | None 
 
 def cells_of(benchmark: str, evictors: tuple[str, ...], ratios: tuple[str, ...], **common: object) -> list[Cell]:
     """The full cache and every evictor alone and restored."""
-    cells = [Cell.full(model="bundled", benchmark=benchmark, **common)]
+    cells = [Cell.full(model="tiny", benchmark=benchmark, **common)]
     for evictor in evictors:
         for ratio in ratios:
-            base = Cell("bundled", benchmark, evictor, ratio, **common)
+            base = Cell("tiny", benchmark, evictor, ratio, **common)
             cells += [base, replace(base, adapter="auto")]
     return cells
 
@@ -112,7 +112,7 @@ def write_run(
 ) -> Path:  # fmt: skip
     """Two benchmarks, one of them with two seeds, under both protocols, and a needle."""
     for protocol in POLICY:
-        for benchmark in ("bundled:count=6", "bundled:count=6,seed=1", "qasper"):
+        for benchmark in ("tiny:count=6", "tiny:count=6,seed=1", "qasper"):
             for cell in cells_of(benchmark, evictors, ratios, protocol=protocol):
                 write_cell(folder, cell, samples)
     for cell in cells_of("needle", evictors[:1], ratios):
@@ -123,7 +123,7 @@ def write_run(
 def write_costs(folder: Path) -> Path:
     """The file of `python -m benchmarks efficiency`."""
     (folder / "efficiency").mkdir(parents=True, exist_ok=True)
-    (folder / "efficiency" / "bundled-cpu.json").write_text(json.dumps(efficiency()))
+    (folder / "efficiency" / "tiny-cpu.json").write_text(json.dumps(efficiency()))
     return folder
 
 
@@ -131,7 +131,7 @@ def efficiency() -> dict:
     seconds = {"prefill": 0.4, "score": 0.6, "restore": 0.0, "evict": 0.02, "total": 1.02}
     restored = seconds | {"restore": 0.01, "total": 1.03}
     return {
-        "analysis": "efficiency", "label": "bundled-cpu", "definitions": {"total": "prefill to eviction"},
+        "analysis": "efficiency", "label": "tiny-cpu", "definitions": {"total": "prefill to eviction"},
         "conventions": CONVENTIONS
         | {"machine": "two cores", "threads": 1, "tokens": 2048, "repeat": 3, "latency_context": "prefill"},
         "compression": [

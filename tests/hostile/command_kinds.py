@@ -119,19 +119,19 @@ VALUES = {
         ("",), ("\u2028",), ("--model", BROKEN), ("--json", "{}/\udcff/x"),
     ),
     "export": (
-        (), ("--model", BROKEN), ("--sign-key", "{}/file"),
+        (), ("--model", BROKEN),
     ),
     "inspect": (
         ("--tokens", -1), ("--tokens", DIGITS), ("--model", BROKEN), ("--plot", "{}/x"), ("--plot", "{}/x.exe"),
     ),
     "verify": (
-        ("--sign-key", "{}/no"), ("{}/no",),
+        ("{}/no",),
     ),
     "train": (
         ("--steps", 0), ("--steps", -1), ("--lr", "nan"), ("--lr", -1), ("--rank", 2**62),
         ("--restore-tokens", 2**62), ("--ratio-min", 2), ("--ratio-min", "inf"), ("--targets", ""),
         ("--targets", BROKEN), ("--optimizer", "magic"), ("--shortest", 5), ("--shortest", 900, "--longest", 100),
-        ("--store-prefill",), ("--evictor", "am-fast"), ("--data", "bundled", "--count", 0), ("--seed", DIGITS),
+        ("--store-prefill",), ("--evictor", "am-fast"), ("--data", "tiny", "--count", 0), ("--seed", DIGITS),
         ("--max-new-tokens", 0), ("--device", "meta"),
     ),
     "train-gate": (
@@ -145,7 +145,7 @@ VALUES = {
     "eval": (
         ("--ratio", "nan"), ("--ratio", BROKEN), ("--benchmark", "nothing"), ("--benchmark", BROKEN),
         ("--protocol", "none"), ("--benchmark", "ruler:length=-5"), ("--benchmark", "ruler:length=" + DIGITS),
-        ("--benchmark", "bundled:split="), ("--count", 0), ("--max-context", 1), ("--max-context", -1),
+        ("--benchmark", "tiny:split="), ("--count", 0), ("--max-context", 1), ("--max-context", -1),
         ("--workers", 0), ("--seed", DIGITS), ("--evictor", "kvzip@" + BROKEN), ("--storage", "int3"),
         ("--device", "meta"), ("--offset", 2**62), ("--streaming", 0),
     ),

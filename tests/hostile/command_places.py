@@ -86,7 +86,6 @@ PLACES: dict[str, tuple[str, int, tuple[str, ...], tuple]] = {  # command, words
     "model": ("compress", 0, ("--model", "{}/x"), FORMS),
     "adapter": ("compress", 0, ("--adapter", "{}/x"), FORMS),
     "gate": ("compress", 0, ("--evictor", "fastkvzip:gate={}/x"), FORMS),
-    "key": ("compress", 0, ("--sign-key", "{}/x"), (missing, folder, empty, fifo, unreadable, dangling, loop)),
     "head budgets": ("compress", 0, ("--evictor", "am-fast:heads={}/x"), FORMS + JSON),
     "adapter to evaluate": ("eval", 0, ("--evictor", "kvzip@{}/x"), FORMS),
 }

@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-BLANK, BLANK_SIGNATURE = "0" * 64, "f" * 64
+BLANK = "0" * 64
 ODD = (
     None,
     True,
@@ -57,12 +57,9 @@ class File:
         return cls(metadata, json.loads(metadata["manifest"]), safetensors.torch.load(raw), raw)
 
     def sealed(self, text: str | None = None) -> bytes:
-        """The file with its checksum and the signature it had; `text` stands for the manifest's JSON."""
+        """The file with its checksum; `text` stands for the manifest's JSON."""
         metadata = {**self.metadata, "manifest": json.dumps(self.manifest) if text is None else text, "checksum": BLANK}
-        if "signature" not in self.metadata:
-            return seal(safetensors.torch.save(self.tensors, metadata))
-        sealed = seal(safetensors.torch.save(self.tensors, {**metadata, "signature": BLANK_SIGNATURE}))
-        return sealed.replace(BLANK_SIGNATURE.encode(), self.metadata["signature"].encode(), 1)
+        return seal(safetensors.torch.save(self.tensors, metadata))
 
     def some(self, rng: random.Random, part: str = "") -> str:
         """The name of a tensor, of those whose name has `part` in it."""

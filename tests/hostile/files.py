@@ -2,7 +2,6 @@
 
 Every case is one harmed file, which a process of its own loads, asks and inspects; a signal, a hang, an exception that
 is not a sentence for the user, or wrong contents that were accepted, is a failure and is printed with its number.
-With --key, files are signed, and plausible lies must be refused too.
 """
 
 import contextlib
@@ -21,12 +20,10 @@ from tests.hostile.damage import CONTRADICTING, NEUTRAL, PLAUSIBLE, RAN, RAW, Fi
 from tests.hostile.judge import Judge, bound_memory
 
 GROUPS = {"raw": RAW, "contradicting": CONTRADICTING, "plausible": PLAUSIBLE, "neutral": NEUTRAL}
-KEY = b"the campaign's own key"
 ALLOWED = {
     "raw": {"refused", "equal"}, "contradicting": {"refused", "equal"}, "plausible": {"refused", "equal", "different"},
     "neutral": {"equal"},
 }  # fmt: skip
-ALLOWED_WITH_KEY = {group: {"refused", "equal"} for group in GROUPS}
 TEXT = "The red house belongs to Ada. The code of the blue house is 482. " * 12
 SPARE = 2 << 30  # bytes of address space beyond what is in use
 
@@ -39,7 +36,7 @@ def case(seed: int, number: int, good: list[bytes]) -> tuple[str, str, bytes]:
     return group, way.__name__, way(rng, File.of(rng.choice(good)))
 
 
-def made(folder: Path, key: bytes | None) -> list[bytes]:
+def made(folder: Path) -> list[bytes]:
     """Good files: every kind of contents that the format knows."""
     from restorekv import compress, load_model
 
@@ -51,12 +48,12 @@ def made(folder: Path, key: bytes | None) -> list[bytes]:
     found = []
     for number, options in enumerate(kinds):
         path = folder / f"good{number}.rkv"
-        compress(model, tokenizer, TEXT, ratio=0.2, **options).save(path, key)
+        compress(model, tokenizer, TEXT, ratio=0.2, **options).save(path)
         found.append(path.read_bytes())
     return found
 
 
-def serve(connection, key: bytes | None, place: str) -> None:
+def serve(connection, place: str) -> None:
     """Judges files until there are no more; a folder in `place` asks for its code to be run, and stdin says yes."""
     import torch
 
@@ -73,13 +70,13 @@ def serve(connection, key: bytes | None, place: str) -> None:
     while message := connection.recv():
         path, good = message
         try:
-            loaded = CompressedContext.load(path, model, tokenizer, key)
+            loaded = CompressedContext.load(path, model, tokenizer)
             loaded.ask("Who owns the red house?", 2)
             loaded.ask("Who owns the red house?", 2, temperature=1.0, logprobs=2)
             loaded.generate("Who owns it?", max_new_tokens=1)
             with contextlib.suppress(RestoreKVError):  # what made it may be unable to go on
                 loaded.append("The green house belongs to Bo. " * 12)
-            known = known or {contents(CompressedContext.load(each, model, tokenizer, key)) for each in good}
+            known = known or {contents(CompressedContext.load(each, model, tokenizer)) for each in good}
             verdict = "equal" if contents(loaded) in known else "different"
         except RestoreKVError as error:
             verdict = "refused" if str(error).strip() and "\n" not in str(error) else f"not a sentence: {error!r}"
@@ -109,16 +106,15 @@ def contents(loaded) -> str:
     return digest.hexdigest()
 
 
-def run(count: int, seed: int, only: int | None = None, key: bytes | None = None) -> tuple[Counter, list[str]]:
+def run(count: int, seed: int, only: int | None = None) -> tuple[Counter, list[str]]:
     """Counts by group and verdict, and the failures."""
     counts, failures = Counter(), []
-    allowed = ALLOWED_WITH_KEY if key else ALLOWED
     with tempfile.TemporaryDirectory(prefix="restorekv-hostile-") as name:
         folder = Path(name)
-        good = made(folder, key)
+        good = made(folder)
         evil_model(folder, Path(find_spec("restorekv").origin).parent / "tiny" / "model")
         os.mkfifo(folder / "fifo")
-        judge = Judge("spawn", serve, key, name)
+        judge = Judge("spawn", serve, name)
         paths = sorted(str(path) for path in folder.glob("good*.rkv"))
         for number in range(count) if only is None else (only,):
             group, way, raw = case(seed, number, good)
@@ -130,7 +126,7 @@ def run(count: int, seed: int, only: int | None = None, key: bytes | None = None
                 print(f"interrupted before case {number}", flush=True)
                 break
             counts[group, verdict if verdict in ("refused", "equal", "different") else "FAILED"] += 1
-            if verdict not in allowed[group]:
+            if verdict not in ALLOWED[group]:
                 failures.append(f"case {number} ({group}, {way}): {verdict}")
                 print(failures[-1], flush=True)
             if number % 1000 == 999:
@@ -140,8 +136,8 @@ def run(count: int, seed: int, only: int | None = None, key: bytes | None = None
 
 
 def main() -> None:
-    options = read_options(__doc__, 10_000, key="sign the files and refuse what is not signed")
-    finish(*run(options.count, options.seed, options.case, KEY if options.key else None))
+    options = read_options(__doc__, 10_000)
+    finish(*run(options.count, options.seed, options.case))
 
 
 if __name__ == "__main__":

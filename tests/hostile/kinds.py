@@ -32,8 +32,9 @@ from restorekv.model.load import load_tokenizer, model_fingerprint
 from restorekv.model.shape import CacheShape
 from restorekv.restore import adapter_file
 from restorekv.restore.adapter import RestoreAdapter
+from restorekv.seal import digest_tensors, seal_record
 from restorekv.serve.store import Store
-from restorekv.train import checkpoint, tensor_file
+from restorekv.train import checkpoint
 from restorekv.train.checkpoint import Run
 from restorekv.train.config import TrainConfig
 from restorekv.train.examples import Example
@@ -62,7 +63,7 @@ class Kind:
 
 
 def numbers(tensors: dict[str, torch.Tensor]) -> str:
-    return tensor_file.checksum(tensors, {})
+    return digest_tensors(tensors)
 
 
 def random_adapter(seed: int) -> RestoreAdapter:
@@ -94,8 +95,7 @@ def seal_adapter(folder: Path) -> None:
         card["sha256"] = {
             name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in adapter_file.SUMMED
         }
-        card[adapter_file.SUM] = adapter_file.card_sum(card)
-        path.write_text(json.dumps(card))
+        path.write_text(json.dumps(seal_record(card)))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         pass  # there is no card to seal
 
@@ -116,33 +116,22 @@ def read_gate(folder: Path) -> str:
     return repr((gate.card, gate.digest))
 
 
-def seal_gate(folder: Path) -> None:
-    def resum(metadata: dict, tensors: dict) -> None:
-        metadata["sha256"] = gate_file.digest(tensors, metadata["card"])
+def seal_files(folder: Path) -> None:
+    """Computes the checksums of all sealed files anew."""
+    for path in [*folder.rglob("*.safetensors"), *folder.rglob("*.rkv")]:
+        if path.is_file() and path.stat().st_size < 1 << 26:
+            seal_file(path)
 
-    resealed(folder / "gate.safetensors", resum)
 
-
-def resealed(path: Path, resum: Callable[[dict, dict], None]) -> None:
+def seal_file(path: Path) -> None:
     """Computes the checksum in the metadata of a safetensors file anew, if the file is one."""
     try:
         raw = path.read_bytes()
         tensors, metadata = safetensors.torch.load(raw), json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
-        metadata = metadata["__metadata__"]
-        resum(metadata, tensors)
-        path.write_bytes(safetensors.torch.save(tensors, metadata))
+        metadata = {**metadata["__metadata__"], "checksum": BLANK}
+        path.write_bytes(seal(safetensors.torch.save(tensors, metadata)))
     except Exception:  # what was harmed is no safetensors file any more
         pass
-
-
-def seal_tensors(folder: Path) -> None:
-    def resum(metadata: dict, tensors: dict) -> None:
-        metadata.pop(tensor_file.SUM, None)
-        metadata[tensor_file.SUM] = tensor_file.checksum(tensors, metadata)
-
-    for path in folder.rglob("*.safetensors"):
-        if path.is_file() and path.stat().st_size < 1 << 26:
-            resealed(path, resum)
 
 
 def a_run(seed: int) -> Run:
@@ -221,7 +210,7 @@ def seal_data(folder: Path) -> None:
 
 
 def make_grid(folder: Path) -> None:
-    grid = Grid(("bundled",), [("knorm", None)], ("bundled:count=2,low=60,high=90",), ratios=("0.2",))
+    grid = Grid(("tiny",), [("knorm", None)], ("tiny:count=2,low=60,high=90",), ratios=("0.2",))
     run(grid.cells(), folder)
 
 
@@ -262,21 +251,6 @@ def read_portable(folder: Path) -> str:
     return repr((stored.manifest, stored.name, stored.context.suffix_text, stored.context.suffix.tolist(), said))
 
 
-def seal_portable(folder: Path) -> None:
-    seal_file(folder / "portable.safetensors")
-
-
-def seal_file(path: Path) -> None:
-    """Computes the checksum of a cache file anew, portable or not."""
-
-    def resum(metadata: dict, tensors: dict) -> None:
-        metadata["checksum"] = BLANK
-
-    if path.is_file() and path.stat().st_size < 1 << 26:
-        resealed(path, resum)
-        path.write_bytes(seal(path.read_bytes()))
-
-
 def make_gguf(folder: Path) -> None:
     gguf_world.write(folder / "model.gguf", build_model("llama"), build_tokenizer(), Precision.F32)
 
@@ -301,10 +275,6 @@ def read_cache(folder: Path) -> str:
     tensors = {f"{index}.{n}": x for index, y in enumerate(loaded.cache.layers) for n, x in enumerate(y.tensors())}
     said = loaded.ask("Who?", 1)
     return repr((loaded.manifest, loaded.context.suffix_text, numbers(tensors), said))
-
-
-def seal_cache(folder: Path) -> None:
-    seal_file(folder / "cache.rkv")
 
 
 def make_folder(folder: Path) -> None:
@@ -374,15 +344,15 @@ def seal_moving(folder: Path) -> None:
 
 KINDS = {
     "chat": Kind(make_chat, read_chat, loose=("chat.json",)),
-    "portable": Kind(make_portable, read_portable, seal_portable),
+    "portable": Kind(make_portable, read_portable, seal_files),
     "gguf": Kind(make_gguf, read_gguf, loose=("model.gguf",)),
     "adapter": Kind(make_adapter, read_adapter, seal_adapter, (adapter_file.README,)),
-    "gate": Kind(make_gate, read_gate, seal_gate),
-    "checkpoint": Kind(make_checkpoint, read_checkpoint, seal_tensors),
-    "store": Kind(read_store, read_store, seal_tensors),
-    "features": Kind(read_features, read_features, seal_tensors),
+    "gate": Kind(make_gate, read_gate, seal_files),
+    "checkpoint": Kind(make_checkpoint, read_checkpoint, seal_files),
+    "store": Kind(read_store, read_store, seal_files),
+    "features": Kind(read_features, read_features, seal_files),
     "data": Kind(make_data, read_data, seal_data, ("manifest.json",)),
-    "cache": Kind(make_cache, read_cache, seal_cache),
+    "cache": Kind(make_cache, read_cache, seal_files),
     "folder": Kind(make_folder, read_folder, loose=("*",)),
     "served": Kind(make_served, read_served, loose=("*",)),
     "build": Kind(make_build, read_build, loose=("*",)),

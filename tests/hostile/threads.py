@@ -28,7 +28,7 @@ TEXTS = tuple(
     for color, owner, code in (("red", "Ada", 482), ("blue", "Bob", 193), ("green", "Eve", 775))
 )
 QUESTIONS = ("Who owns the red house?", "What is the code of the blue house?")
-ADAPTERS = ("bundled:kvzip", "bundled:snapkv", "bundled:h2o")
+ADAPTERS = ("tiny:kvzip", "tiny:snapkv", "tiny:h2o")
 TOKENS = 6
 
 

@@ -164,7 +164,7 @@ WORKS = {
     ),
     "eval": Work(
         command("eval", "--model", "tiny", "--out", "OUT/grid", "--json", "OUT/rows.json", "--ratio", "0.2",
-                "--evictor", "knorm", "--benchmark", "bundled:count=2,low=60,high=90"),
+                "--evictor", "knorm", "--benchmark", "tiny:count=2,low=60,high=90"),
         evaluated,
     ),
     "paper": Work(

@@ -15,7 +15,7 @@ from restorekv.model import base_weights
 from restorekv.model import load as models
 from restorekv.model.base_weights import describe, similarity
 from restorekv.restore.adapter import RestoreAdapter
-from restorekv.restore.adapter_file import SUM
+from restorekv.seal import seal_record
 from tests.helpers.models import build_model
 
 
@@ -133,15 +133,14 @@ def test_an_adapter_without_a_sketch_needs_its_own_weights(model, tmp_path):
     path = save_adapter(model, tmp_path / "old")
     card = json.loads((path / "restorekv.json").read_text())
     assert card.pop("weights")["architecture"]["hidden"] == 32
-    del card[SUM]  # of a record that was written before there were checksums
-    (path / "restorekv.json").write_text(json.dumps(card))
+    (path / "restorekv.json").write_text(json.dumps(seal_record(card)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert RestoreAdapter.from_pretrained(model, path).card.weights is None
     with pytest.raises(AdapterError, match="another model"):
         RestoreAdapter.from_pretrained(changed(model, rounded(8)), path)
     card["weights"] = "q4"
-    (path / "restorekv.json").write_text(json.dumps(card))
+    (path / "restorekv.json").write_text(json.dumps(seal_record(card)))
     with pytest.raises(AdapterError, match="damaged"):
         RestoreAdapter.from_pretrained(model, path)
 

@@ -113,8 +113,8 @@ def test_a_file_may_name_only_what_ships(name):
 
 
 def test_names_of_what_ships():
-    assert [shipped_name(name) for name in ("tiny", "bundled", "smollm2", load.SMOLLM2_ID)] == [
-        "bundled", "bundled", "smollm2", "smollm2",
+    assert [shipped_name(name) for name in ("tiny", "smollm2", load.SMOLLM2_ID)] == [
+        "tiny", "smollm2", "smollm2",
     ]  # fmt: skip
 
 

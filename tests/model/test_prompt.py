@@ -71,11 +71,11 @@ def test_a_template_with_a_date_makes_the_same_prompt_every_day(tiny_tokenizer):
 
 
 def test_what_parts_text_and_question_is_part_of_the_prompt(tiny_tokenizer):
-    """The bundled model was trained without anything between; others get a blank line unless their files name it."""
+    """The tiny model was trained without anything between; others get a blank line unless their files name it."""
     apart = make_context(tiny_tokenizer, TEXT, default_between(tiny_tokenizer))
     plain = make_context(tiny_tokenizer, TEXT)
     assert (apart.between, plain.between) == (BETWEEN, "")
     assert torch.equal(
         question_ids(tiny_tokenizer, apart, "Who?"), question_ids(tiny_tokenizer, plain, f"{BETWEEN}Who?")
     )
-    assert default_between(load_tokenizer("bundled")) == ""
+    assert default_between(load_tokenizer("tiny")) == ""

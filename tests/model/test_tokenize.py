@@ -47,11 +47,11 @@ def fast(kind: str) -> PreTrainedTokenizerFast:
     return made
 
 
-@pytest.fixture(scope="module", params=["prepended", "unigram", "eats spaces", "bundled", "byte-level"])
+@pytest.fixture(scope="module", params=["prepended", "unigram", "eats spaces", "tiny", "byte-level"])
 def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
     if request.param == "byte-level":
         return request.getfixturevalue("tiny_tokenizer")
-    return load_tokenizer("bundled") if request.param == "bundled" else fast(request.param)
+    return load_tokenizer("tiny") if request.param == "tiny" else fast(request.param)
 
 
 def test_control_tokens_of_users_are_characters(tokenizer):

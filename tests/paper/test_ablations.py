@@ -9,7 +9,7 @@ from paper import plan, training
 from paper.experiment import Row
 from paper.experiments import FURTHER, chosen
 from paper.recipe import ABLATIONS
-from paper.setting import TRAINED, backbone, bundled
+from paper.setting import TRAINED, backbone, tiny
 from restorekv.compression.eviction import Eviction, load_adapter
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.model.load import load_model
@@ -32,7 +32,7 @@ def names(setting, which=NAMES):
 
 
 def test_tables_share_trainings_and_names_stay(tmp_path):
-    made = names(bundled(tmp_path))
+    made = names(tiny(tmp_path))
     assert len(made) == 3 * 15
     assert made[:15] == [
         "restorekv,targets=none,seed=0", "restorekv,targets=q+k+v,seed=0", "restorekv,targets=q+k+v+o,seed=0",
@@ -45,8 +45,8 @@ def test_tables_share_trainings_and_names_stay(tmp_path):
 
 
 def test_seed_0_of_every_row_ships_and_three_of_the_method(tmp_path):
-    setting = bundled(tmp_path)
-    shipped = {path.name for path in (TRAINED / "bundled").iterdir() if path.is_dir()}
+    setting = tiny(tmp_path)
+    shipped = {path.name for path in (TRAINED / "tiny").iterdir() if path.is_dir()}
     assert shipped == {*names(replace(setting, seeds=(0,))), "restorekv,seed=1", "restorekv,seed=2"}
     for experiment in chosen(NAMES, setting):
         assert not list(plan.missing(experiment, setting))
@@ -56,13 +56,13 @@ def test_seed_0_of_every_row_ships_and_three_of_the_method(tmp_path):
 
 def test_what_ships_was_trained_as_its_name_says(tmp_path):
     model, _ = load_model()
-    setting = bundled(tmp_path)
+    setting = tiny(tmp_path)
     for experiment in chosen(NAMES, setting):
         for row in experiment.rows.values():
             for seed, place in setting.located(row).items():
                 if seed is None or place is None:
                     continue
-                assert place.startswith("paper/ablations/bundled/")
+                assert place.startswith("paper/ablations/tiny/")
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", RestoreKVWarning)  # some are for other uses than this one
                     told = load_adapter(model, place, Eviction.make("kvzip")).card.settings
@@ -79,7 +79,7 @@ def test_the_papers_default_is_a_row_of_its_own_table(tmp_path):
 
 
 def test_the_mismatched_adapter_is_used_with_the_other_evictor(tmp_path):
-    setting = bundled(tmp_path)
+    setting = tiny(tmp_path)
     (mismatch,) = chosen("mismatch", setting)
     row = mismatch.rows["mismatched"]
     assert setting.training(row.adapter, 1).config == replace(ABLATIONS, evictor="snapkv", seed=1)
@@ -88,7 +88,7 @@ def test_the_mismatched_adapter_is_used_with_the_other_evictor(tmp_path):
 
 
 def test_an_evicted_row_is_asked_as_it_was_trained(tmp_path):
-    setting = bundled(tmp_path)
+    setting = tiny(tmp_path)
     (prune,) = chosen("prune-first", setting)
     cells = {need.row: need.cell for need in plan.needs(prune, setting)}
     assert cells["evicted"].restore_from == "evicted"
@@ -96,7 +96,7 @@ def test_an_evicted_row_is_asked_as_it_was_trained(tmp_path):
 
 
 def test_beyond_the_paper_only_when_asked_for(tmp_path):
-    setting = bundled(tmp_path)
+    setting = tiny(tmp_path)
     assert "beyond" in FURTHER and "beyond" not in {experiment.name for experiment in chosen("", setting)}
     (beyond,) = chosen("beyond", setting)
     assert "long: no adapter" not in list(plan.missing(beyond, setting))
@@ -108,7 +108,7 @@ def test_beyond_the_paper_only_when_asked_for(tmp_path):
 
 
 def small(tmp_path, **more):
-    setting = bundled(tmp_path, settings=SMALL)
+    setting = tiny(tmp_path, settings=SMALL)
     return replace(setting, setup=replace(setting.setup, contexts=2, **more))
 
 

@@ -127,7 +127,7 @@ def test_the_protocol_decides_settings_and_questions(world, tmp_path):
 
 
 def test_labels_are_names_of_files():
-    assert make_label("bundled", "kvzip") == "bundled-kvzip"
+    assert make_label("tiny", "kvzip") == "tiny-kvzip"
     assert make_label("/models/Qwen3-4B/", "snapkv:window=64,kernel=5") == "Qwen3-4B-snapkv-window=64-kernel=5"
 
 
@@ -149,7 +149,7 @@ def saved(tiny_tokenizer, tmp_path_factory):
 
 def test_the_command_writes_every_file(saved, tmp_path):
     command = ["paper.analysis", "--out", str(tmp_path), "--model", str(saved), "--evictor", "knorm@none",
-               "--benchmark", "bundled:count=1,low=200,high=210",
+               "--benchmark", "tiny:count=1,low=200,high=210",
                "--what", "survivors,restore_attention,attention"]  # fmt: skip
     done = cli(*command)
     assert done.code == 0 and "restore_attention is left out" in done.err, done

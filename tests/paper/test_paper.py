@@ -12,20 +12,20 @@ from paper.experiment import Comparison, Most, Place
 from paper.experiments import EXPERIMENTS, FURTHER, chosen, facts, mechanism
 from paper.experiments.methods import METHODS, restored
 from paper.scores import of_paper
-from paper.setting import backbone, bundled
+from paper.setting import backbone, tiny
 from paper.study import Study
 from paper.write import introduction
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.grid import Cell
 from restorekv.evaluation.run import check
-from restorekv.model.load import bundled_path
+from restorekv.model.load import tiny_path
 
 EVERY = ",".join((*EXPERIMENTS, *FURTHER))
 
 
 @pytest.fixture
 def setting(tmp_path):
-    return bundled(tmp_path)
+    return tiny(tmp_path)
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_every_cell_can_be_asked(setting, real):
 def test_experiments_share_cells(setting):
     """KVzip at r = 0.05 stands in nine tables and is asked once; all of KVzip's cells share one preparation."""
     made = chosen("", setting)
-    base = Cell("bundled", "bundled:count=104", "kvzip", "0.05", prefix_policy="free", on_small_budget="fewer")
+    base = Cell("tiny", "tiny:count=104", "kvzip", "0.05", prefix_policy="free", on_small_budget="fewer")
     assert sum(base in {need.cell for need in plan.needs(experiment, setting)} for experiment in made) == 9
     cells = plan.cells(made, setting)
     assert cells.count(base) == 1 and 100 < len(cells) < 160
@@ -159,7 +159,7 @@ def test_groups_of_the_suite_stand_for_benchmarks(setting):
 
 
 def test_count_is_of_every_benchmark(tmp_path):
-    assert bundled(tmp_path, 5).benches["ruler"].spec == "bundled:count=5"
+    assert tiny(tmp_path, 5).benches["ruler"].spec == "tiny:count=5"
     assert backbone(tmp_path, "m", None, 5).benches["ruler"].spec == "ruler:count=5,source=hub"
     given = backbone(tmp_path, "m", None, given=["quality:path=dev.jsonl"]).benches
     assert given["quality"].spec == "quality:path=dev.jsonl" and given["ruler"].spec == "ruler:source=hub"
@@ -227,14 +227,14 @@ def test_mistakes_are_told(tmp_path, setting):
     with pytest.raises(RestoreKVError, match="no folder"):
         backbone(tmp_path, "m", str(tmp_path / "nowhere"))
     with pytest.raises(RestoreKVError, match="at least 0"):
-        bundled(tmp_path, -1)
+        tiny(tmp_path, -1)
 
 
 # ---- facts
 
 
 def test_training_data_has_the_papers_rows(setting, tmp_path):
-    assert bundled_path("mixture.json").exists()
+    assert tiny_path("mixture.json").exists()
     (table,), claims = experiments(setting)["training-data"].show(setting, tmp_path)
     assert [row[0] for row in table.rows] == ["LongAlpaca", "PG-19", "Tulu-3 FLAN", "Total"]
     assert [row[2] for row in table.rows] == ["2,488", "2,260", "1,500", "6,248"] and not claims

@@ -9,7 +9,7 @@ from paper import fidelity, plan, record, shown
 from paper.experiment import Place
 from paper.experiments import chosen
 from paper.markdown import paragraphs
-from paper.setting import Bench, bundled
+from paper.setting import Bench, tiny
 from restorekv.evaluation.stats import resamples
 from tests.helpers.paper_results import finished
 
@@ -18,11 +18,11 @@ TIGHT = Place("ruler", 0.0625)
 
 @pytest.fixture
 def setting(tmp_path):
-    """The bundled one with two tasks for RULER; for LongBench two benchmarks of two categories each."""
-    ruler = Bench("RULER-4K", "bundled:count=4", {"": ("single", "cwe")}, "Something stands in.", name="The suite")
+    """The tiny one with two tasks for RULER; for LongBench two benchmarks of two categories each."""
+    ruler = Bench("RULER-4K", "tiny:count=4", {"": ("single", "cwe")}, "Something stands in.", name="The suite")
     parts = {"S-QA": ("qa", "freeform"), "M-QA": ("vt",), "Synth": ("single", "cwe")}
-    both = Bench("LongBench", "bundled:count=4", parts, "Something.", more=("bundled:count=4,split=long",))
-    made = bundled(tmp_path / "out", 4)
+    both = Bench("LongBench", "tiny:count=4", parts, "Something.", more=("tiny:count=4,split=long",))
+    made = tiny(tmp_path / "out", 4)
     return replace(made, benches={**made.benches, "ruler": ruler, "longbench": both})
 
 
@@ -41,7 +41,7 @@ def measure(setting, tmp_path):
     return made
 
 
-SUITE, LONG = "bundled:count=4", "bundled:count=4,split=long"
+SUITE, LONG = "tiny:count=4", "tiny:count=4,split=long"
 FAST, SINGLE_PROCESS, FULL, KVZIP = (("fastkvzip", True), ("fastkvzip", False), ("full", False), ("kvzip", False))
 
 
@@ -216,8 +216,8 @@ def test_the_full_cache_by_task_and_what_caches_held(setting, measure):
     (fast,) = chosen("fast-kvzip", setting)
     results = measure(fast, answers({"single": 0.8, "cwe": 0.09}))
     text = texts(record.section(results).blocks)
-    assert "| Bundled suite | bundled:count=4 | single | 4 | 80.0 | counts |" in text
-    assert "| Bundled suite | bundled:count=4 | cwe | 4 | 9.0 | below 10 |" in text
+    assert "| Tiny suite | tiny:count=4 | single | 4 | 80.0 | counts |" in text
+    assert "| Tiny suite | tiny:count=4 | cwe | 4 | 9.0 | below 10 |" in text
     assert "| 0.0625 | KVzip, Fast KVzip, Fast KVzip + RestoreKV | 60 | 78 | 9 |" in text
     held = record.of_cells(list(results.values()))
     assert len(held) == 4 and all(each["bytes"] == 9 and each["samples"] == 4 for each in held.values())

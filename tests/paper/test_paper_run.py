@@ -1,4 +1,4 @@
-"""`python -m paper` on the bundled model in small: from nothing, again, and what it tells meanwhile."""
+"""`python -m paper` on the tiny model in small: from nothing, again, and what it tells meanwhile."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from paper import carry_out, plan, write
 from paper import setting as setting_module
 from paper.carry_out import Clock, spoken
 from paper.experiments import chosen
-from paper.setting import bundled
+from paper.setting import tiny
 from restorekv.evaluation.results import CELLS, load
 from restorekv.evaluation.stats import compared, interval
 from tests.helpers.cli_world import cli
@@ -37,7 +37,7 @@ def test_from_nothing(made):
     told = json.loads((out / "report" / "paper.json").read_text())["experiments"]
     assert list(told) == ["fast-kvzip", "metrics"]
     rows = {row["row"]: row for row in told["fast-kvzip"]["rows"]}
-    retrieval = bundled(out).benches["ruler"].parts[""]
+    retrieval = tiny(out).benches["ruler"].parts[""]
     answers = {key: [answer for answer in one.answers if answer.family in retrieval] for key, one in found.items()}
     best, base = answers["fastkvzip", True], answers["fastkvzip", False]
     row = rows["fastkvzip restored"]
@@ -61,7 +61,7 @@ def test_a_second_start_measures_nothing(made):
 def test_a_killed_start_goes_on(made, tmp_path):
     """Without its last line and its summary a cell is finished, and the others are left alone."""
     out, _ = made
-    setting = bundled(out, 2)
+    setting = tiny(out, 2)
     experiments = chosen("fast-kvzip", setting)
     cell = plan.needs(experiments[0], setting)[0].cell
     place = out / CELLS / cell.name
@@ -76,9 +76,7 @@ def test_a_killed_start_goes_on(made, tmp_path):
 
 def test_other_documents_have_cells_of_their_own(made):
     out, _ = made
-    names = [
-        {need.cell.name for need in plan.needs(chosen("offset", bundled(out, n))[0], bundled(out, n))} for n in (2, 3)
-    ]
+    names = [{need.cell.name for need in plan.needs(chosen("offset", tiny(out, n))[0], tiny(out, n))} for n in (2, 3)]
     assert names[0].isdisjoint(names[1])
 
 
@@ -90,7 +88,7 @@ def test_another_model_goes_on_where_data_is_not_at_hand(tmp_path, tiny_tokenize
 
     def nearby(out, model, *more, **settings):
         made = real(out, model, *more, **settings)
-        suite = {key: replace(bench, spec="bundled:count=1,low=64,high=64") for key, bench in made.benches.items()}
+        suite = {key: replace(bench, spec="tiny:count=1,low=64,high=64") for key, bench in made.benches.items()}
         away = replace(made.benches["longbench"], spec=f"longbench:path={tmp_path / 'away'}")
         return replace(made, benches={**suite, "longbench": away})
 
@@ -116,7 +114,7 @@ def test_missing_adapters_are_told(tmp_path):
     assert result.code == 0
     assert "missing: RestoreKV (n = 3): no adapter (restorekv,seed=5)" in result.out
     assert "would train 5 adapters" in result.out and "not trained  restorekv,hidden_weight=1,seed=5" in result.out
-    setting = bundled(tmp_path, 2, seeds=(5,))
+    setting = tiny(tmp_path, 2, seeds=(5,))
     (offset,) = chosen("offset", setting)
     page = write.write([offset], setting, carry_out.Done(), tmp_path).read_text()
     assert "no adapter (restorekv,seed=5)" in page and "not measured" in page
@@ -156,7 +154,7 @@ def test_the_clock_tells_what_is_left():
 
 def test_what_is_done_costs_nothing(made, tmp_path):
     out, _ = made
-    setting = bundled(out, 2)
+    setting = tiny(out, 2)
     cells = plan.cells(chosen("fast-kvzip", setting), setting)
     (kvzip, fast) = carry_out.jobs(cells)
     assert carry_out.cost(kvzip, out) == carry_out.cost(fast, out) == 0
@@ -166,7 +164,7 @@ def test_what_is_done_costs_nothing(made, tmp_path):
 def test_seconds_of_a_cache_count_what_other_cells_bear(made):
     """Prefill and scores stand with the first cell of a preparation, whichever that is."""
     out, _ = made
-    setting = bundled(out, 2)
+    setting = tiny(out, 2)
     (fast,) = chosen("fast-kvzip", setting)
     results = {result.cell: result for result in load(out)}
     base, best = (next(one for one in results.values() if (one.cell.evictor, one.cell.restored) == key)

@@ -25,7 +25,7 @@ from tests.helpers.cli_world import cli
 from tests.helpers.models import build_model
 
 EVERY = ",".join((*EXPERIMENTS, *FURTHER))
-SMALL = "bundled:count=1,low=64,high=64"
+SMALL = "tiny:count=1,low=64,high=64"
 
 
 @pytest.fixture

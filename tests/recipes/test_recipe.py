@@ -1,4 +1,4 @@
-"""The recipe of the bundled model: what its rows teach, and that it runs and resumes."""
+"""The recipe of the tiny model: what its rows teach, and that it runs and resumes."""
 
 import sys
 from pathlib import Path
@@ -17,7 +17,7 @@ import examples  # noqa: E402
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bundled")
+    folder = tmp_path_factory.mktemp("tiny")
     recipe_tokenizer.train(200).save_pretrained(folder / "model")
     return folder
 

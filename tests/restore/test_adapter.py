@@ -19,6 +19,7 @@ from restorekv.model import attention
 from restorekv.model.prefill import prefill
 from restorekv.restore import adapter_file
 from restorekv.restore.adapter import RestoreAdapter
+from restorekv.seal import seal_record
 from tests.helpers.models import SHAPE, VOCABULARY, build_model
 
 FILES = ("adapter_config.json", "adapter_model.safetensors", "restore_embeddings.safetensors")
@@ -380,7 +381,7 @@ def test_a_record_that_its_tensors_contradict_is_refused(tmp_path):
         {"rope": []},
         {"sha256": {}},
     ):
-        (tmp_path / "restorekv.json").write_text(json.dumps(card | entry))
+        (tmp_path / "restorekv.json").write_text(json.dumps(seal_record(card | entry)))
         with pytest.raises(AdapterError):
             RestoreAdapter.from_pretrained(model, tmp_path)
 

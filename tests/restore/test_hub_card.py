@@ -11,10 +11,11 @@ from huggingface_hub import ModelCard
 
 from restorekv.compression.compressor import compress
 from restorekv.errors import AdapterError, RestoreKVWarning
-from restorekv.model.load import bundled_path, load_model
+from restorekv.model.load import load_model, tiny_path
 from restorekv.restore import model_card
 from restorekv.restore.adapter import RestoreAdapter
-from restorekv.restore.adapter_file import SUM, read
+from restorekv.restore.adapter_file import read
+from restorekv.seal import seal_record
 from tests.helpers.cards import adapter_of, card_of, rows
 from tests.helpers.cli_world import TEXT, World, build_world, cli
 from tests.helpers.hub_world import front_matter_errors, local_hub
@@ -25,7 +26,6 @@ DATA = [
     {"source": "LongAlpaca", "examples": 2488, "contexts": 500, "license": "CC BY-NC 4.0"},
     {"source": "PG-19", "examples": 2260, "license": "Apache-2.0"},
 ]
-OLD = sorted((ROOT / "paper" / "ablations" / "bundled").iterdir())
 RESULTS = [{"benchmark": "suite", "ratio": 0.05, "base": 70.1, "restored": 92.7, "full": 96.8}]
 
 
@@ -76,7 +76,7 @@ def test_what_is_not_recorded_is_not_shown():
     [
         ("Qwen/Qwen3-8B", "CC BY-NC 4.0", ("Qwen/Qwen3-8B", "cc-by-nc-4.0", None)),
         ("Qwen/Qwen3-8B", "Apache-2.0", ("Qwen/Qwen3-8B", "apache-2.0", None)),
-        ("bundled", None, (None, "unknown", None)),
+        ("tiny", None, (None, "unknown", None)),
         ("/home/me/model", "My: own\nlicense", (None, "other", "my-own-license")),
         ("tests", "public domain", (None, "other", "public-domain")),
     ],
@@ -148,40 +148,15 @@ def test_our_cards_are_renewed_and_others_stay(tmp_path):
         first.save_pretrained(tmp_path)
 
 
-def test_cards_of_before_load_unchanged(tmp_path):
-    for folder in bundled_path("adapters").iterdir():
+def test_shipped_cards_load_unchanged(tmp_path):
+    for folder in tiny_path("adapters").iterdir():
         entries, card = json.loads((folder / "restorekv.json").read_text()), read(folder).card
-        assert {key: value for key, value in entries.items() if key not in ("version", "sha256")} == {
+        assert {key: value for key, value in entries.items() if key not in ("version", "sha256", "checksum")} == {
             key: list(value) if isinstance(value, tuple) else value
             for key, value in vars(card).items()
             if key in entries
         }
         assert (card.settings, card.data, card.results, card.license, card.source) == (None,) * 5
-
-
-@pytest.mark.parametrize("folder", OLD, ids=lambda folder: folder.name)
-def test_the_key_of_older_records_is_read(folder):
-    entries, card = json.loads((folder / "restorekv.json").read_text()), read(folder).card
-    assert "licence" in entries and "license" not in entries
-    assert card.license == entries["licence"] and card.between is None
-    assert [row["license"] for row in card.data] == [row["licence"] for row in entries["data"]]
-    assert not any("licence" in row for row in card.data)
-
-
-def test_an_older_record_is_saved_under_the_new_key(tmp_path):
-    adapter = adapter_of(data=[{"source": "A", "licence": "CC BY-NC 4.0"}])
-    assert adapter.card.data == [{"source": "A", "license": "CC BY-NC 4.0"}]
-    adapter.save_pretrained(tmp_path)
-    path = tmp_path / "restorekv.json"
-    new = path.read_text()
-    assert json.loads(new)["license"] == "cc-by-nc-4.0" and "licence" not in new
-    older = {key: value for key, value in json.loads(new.replace('"license"', '"licence"')).items() if key != SUM}
-    path.write_text(json.dumps(older))
-    with pytest.warns(RestoreKVWarning, match="not for commercial use"):
-        again = RestoreAdapter.from_pretrained(adapter.model, tmp_path)
-    assert again.card == adapter.card
-    again.save_pretrained(tmp_path)
-    assert path.read_text() == new
 
 
 @pytest.mark.parametrize(
@@ -200,7 +175,7 @@ def test_a_record_of_another_kind_is_refused(tmp_path, field, nonsense):
     adapter = adapter_of()
     adapter.save_pretrained(tmp_path)
     path = tmp_path / "restorekv.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), field: nonsense}))
+    path.write_text(json.dumps(seal_record({**json.loads(path.read_text()), field: nonsense})))
     with pytest.raises(AdapterError, match=r"restorekv.json is damaged"):
         RestoreAdapter.from_pretrained(adapter.model, tmp_path)
 

@@ -90,7 +90,7 @@ def test_names_of_the_published():
     for model, evictor in (
         ("Qwen/Qwen3-4B", "kvzip"),
         ("Qwen/Qwen3-8B", "snapkv"),
-        ("bundled", "kvzip"),
+        ("tiny", "kvzip"),
         ("", "kvzip"),
     ):
         with pytest.raises(AdapterError) as caught:

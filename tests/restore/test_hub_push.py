@@ -154,7 +154,7 @@ def test_results_get_into_the_folder_and_its_card(measured, own, hub):
             "benchmark", "ratio", "base", "restored", "low", "high", "gain", "full", "questions", "documents"
         }  # fmt: skip
     assert json.loads(hub.files(REPO)["restorekv.json"])["results"] == results
-    assert "| bundled | 0.5 |" in hub.files(REPO)["README.md"].decode() and "| bundled |" in dry.out
+    assert "| tiny | 0.5 |" in hub.files(REPO)["README.md"].decode() and "| tiny |" in dry.out
     assert rows((own / "README.md").read_text(), "Results")
 
 

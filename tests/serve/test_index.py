@@ -1,7 +1,6 @@
-"""The index of the store, on disks that are full or can only be read, and of older versions."""
+"""The index of the store, on disks that are full or can only be read, and of other versions."""
 
 import errno
-import hashlib
 import io
 import json
 import os
@@ -17,20 +16,12 @@ openai = pytest.importorskip("openai")
 from restorekv.errors import RestoreKVError  # noqa: E402
 from restorekv.serve import run  # noqa: E402
 from restorekv.serve import store as store_module  # noqa: E402
-from restorekv.serve.documents import document_hash  # noqa: E402
-from restorekv.serve.index import VERSION, Index  # noqa: E402
-from restorekv.serve.store import PROCESSED, UPLOADED, Store  # noqa: E402
+from restorekv.serve.index import PROCESSED, UPLOADED, VERSION, Index  # noqa: E402
+from restorekv.serve.store import Store  # noqa: E402
 from tests.helpers.serving import OTHER, TEXT, VARIANT, about, ask, client_of, serving, upload  # noqa: E402
 from tests.hostile.kill import disk, may_mount  # noqa: E402
 
 MUCH, KEY, SHA = 1 << 30, "cd" * 16, "ab" * 32
-OLD = """
-create table files (
-    id text primary key, sha256 text not null, name text not null, purpose text not null, bytes integer not null,
-    created integer not null, expires integer, status text not null, problem text not null default '');
-create table caches (key text primary key, sha256 text not null, bytes integer not null, used real not null);
-create table pending (sha256 text not null, key text not null, primary key (sha256, key));
-"""
 
 
 @pytest.fixture
@@ -127,35 +118,13 @@ def test_an_upload_that_expired_is_gone_even_where_it_cannot_be_deleted(store, m
     assert store.get(made.id) is None and not store.list()
 
 
-def test_a_store_of_the_older_version_is_read_anew(tmp_path, caplog):
-    """Its names of documents were ambiguous, so that no cache of it answers."""
-    contents = {"page.html": b"<p>" + TEXT.encode(), "notes.txt": b"html<p>" + TEXT.encode()}
-    names = {name: f"file-{number:024x}" for number, name in enumerate(contents)}
-    for folder in ("files", "caches"):
-        (tmp_path / folder).mkdir()
-    old = hashlib.sha256(contents["notes.txt"]).hexdigest()
+def test_a_store_of_another_version_is_refused(tmp_path):
+    Store(tmp_path, MUCH).close()
     with sqlite3.connect(tmp_path / "index.sqlite") as rows:
-        rows.execute("pragma journal_mode = wal")
-        rows.executescript(OLD)
-        for name, own in names.items():
-            (tmp_path / "files" / own).write_bytes(contents[name])
-            rows.execute(
-                "insert into files values (?, ?, ?, 'user_data', 9, 1, null, 'processed', '')", (own, old, name)
-            )
-        rows.execute("insert into caches values (?, ?, 5, 1.0)", (KEY, old))
-        (tmp_path / "caches" / f"{KEY}.rkv").write_bytes(b"cache")
+        rows.execute("pragma user_version = 1")
     rows.close()
-    for starts in range(2):
-        store = Store(tmp_path, MUCH)
-        assert ["an older version made the store" in text for text in caplog.messages] == [True], starts
-        assert {each.name: each.status for each in store.list()} == dict.fromkeys(contents, UPLOADED)
-        for each in store.list():
-            digest = document_hash("html" if each.name.endswith("html") else "text")
-            digest.update(contents[each.name])
-            assert each.sha256 == digest.hexdigest()
-        assert not store.has(KEY) and not list((tmp_path / "caches").iterdir())
-        assert on_disk(store, "pragma user_version") == [(VERSION,)]
-        store.close()
+    with pytest.raises(RestoreKVError, match=f"has version 1, this restorekv reads {VERSION}; choose another folder"):
+        Store(tmp_path, MUCH)
 
 
 def test_a_store_of_a_newer_version_is_refused(tmp_path):

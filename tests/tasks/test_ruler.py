@@ -17,7 +17,7 @@ from restorekv.tasks.ruler.documents import Asked, over_documents
 from restorekv.tasks.ruler.draft import most_units
 from restorekv.tasks.ruler.needles import Essays, needles
 from restorekv.tasks.ruler.synthetic import frequent_words
-from tests.helpers.processes import BUNDLED, digest_elsewhere
+from tests.helpers.processes import TINY, digest_elsewhere
 
 DOCUMENT = {"generated": 200, "novel": 700}  # tokens of the longest document
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -35,12 +35,12 @@ PREFIXES = {"niah": "The special magic", "vt": "Answer:", "cwe": "Answer:", "fwe
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return AutoTokenizer.from_pretrained(BUNDLED)
+    return AutoTokenizer.from_pretrained(TINY)
 
 
 @pytest.fixture(scope="module")
 def made(tokenizer):
-    """Four samples of every task at 2,048 tokens of the bundled tokenizer."""
+    """Four samples of every task at 2,048 tokens of the tiny tokenizer."""
     every = list(make("ruler:source=generated,length=2048,per_task=4,seed=3").samples(tokenizer, "kvpress"))
     return {task: [sample for sample in every if sample.questions[0].task == task] for task in TASKS}
 

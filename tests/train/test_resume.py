@@ -73,7 +73,7 @@ def test_a_second_ctrl_c_ends_at_once(tiny_tokenizer, tmp_path, monkeypatch):
     def interrupt(*_):
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(checkpoint.tensor_file, "checksum", interrupt)
+    monkeypatch.setattr(checkpoint.seal, "seal_tensors", interrupt)
     with pytest.raises(KeyboardInterrupt):
         train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run", progress=interrupt)
     assert not list((tmp_path / "run").glob("*checkpoint*"))

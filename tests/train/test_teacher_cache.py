@@ -6,14 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
 from tokenizers import normalizers
 
+from restorekv import seal
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.model.load import load_model
 from restorekv.train import teacher_cache as cache_module
-from restorekv.train.examples import bundled_examples
+from restorekv.train.examples import tiny_examples
 from restorekv.train.loop import train
 from restorekv.train.teacher_cache import TeacherCache, facts
 from tests.helpers.models import build_model
@@ -48,8 +48,8 @@ def test_cached_equals_uncached(tiny_tokenizer, tmp_path, evictor, prefills):
 
 @pytest.mark.slow
 def test_fifty_steps_from_the_cache_are_those_without_it(tmp_path):
-    model, tokenizer = load_model("bundled")
-    examples = bundled_examples(tokenizer, 3, 0, 100, 160)
+    model, tokenizer = load_model("tiny")
+    examples = tiny_examples(tokenizer, 3, 0, 100, 160)
     config = replace(LIVE, steps=50, contexts=1, restore_tokens=3, lr=4e-3, max_new_tokens=16)
     train(model, tokenizer, examples, config, tmp_path / "live")
     train(model, tokenizer, examples, config, tmp_path / "cached", store=tmp_path / "store")
@@ -114,12 +114,12 @@ def test_a_damaged_entry_is_named(tiny_tokenizer, tmp_path):
     TeacherCache(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path)[0]
     path = next((tmp_path / "scores").iterdir())
     path.write_bytes(path.read_bytes()[:50])
-    with pytest.raises(RestoreKVError, match=f"{path.name} is damaged"):
+    with pytest.raises(RestoreKVError, match=f"{path.name} is cut short .*; delete it to have it computed again"):
         TeacherCache(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path)[0]
 
 
 @pytest.mark.parametrize("part", ["scores", "prefill", "teacher"])
-def test_entries_that_cannot_be_are_refused_and_older_ones_without_a_checksum_are_read(tiny_tokenizer, tmp_path, part):
+def test_entries_that_cannot_be_are_refused(tiny_tokenizer, tmp_path, part):
     model = build_model("qwen3")
 
     def read():
@@ -128,15 +128,13 @@ def test_entries_that_cannot_be_are_refused_and_older_ones_without_a_checksum_ar
     read()
     path = next((tmp_path / part).iterdir())
     raw = path.read_bytes()
-    good = safetensors.torch.load(raw)
-    safetensors.torch.save_file(good, path)
-    read()
+    _, good = seal.read(path, cache_module.KIND)
     bad = [{name: value for name, value in list(good.items())[1:]}, {**good, "surplus": torch.ones(1)}]
     for name, value in good.items():
         bad += [{**good, name: change} for change in (value[None].clone(), value.double(), value.float() * torch.nan)]
     for tensors in bad:
-        safetensors.torch.save_file(tensors, path)
-        with pytest.raises(RestoreKVError, match=f"{path.name} is damaged"):
+        seal.write(path, cache_module.KIND, tensors)
+        with pytest.raises(RestoreKVError, match=f"{path.name} (is damaged|has numbers in .* not finite)"):
             read()
     path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
     with pytest.raises(RestoreKVError, match="checksum"):
@@ -149,10 +147,10 @@ def test_a_disk_that_runs_full_ends_the_writing_and_not_the_training(tiny_tokeni
     train(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path / "live")
     TeacherCache(model, tiny_tokenizer, EXAMPLES, LIVE, store)[0]
     before, usage, reads = files(store), shutil.disk_usage(tmp_path), []
-    read = cache_module.tensor_file.read
+    read = cache_module.seal.read
     monkeypatch.setattr(cache_module.shutil, "disk_usage", lambda path: usage._replace(free=cache_module.SPARE))
-    reading = lambda path, *rest: (reads.append(str(path)), read(path, *rest))[1]  # noqa: E731
-    monkeypatch.setattr(cache_module.tensor_file, "read", reading)
+    reading = lambda path, *rest, **more: (reads.append(str(path)), read(path, *rest, **more))[1]  # noqa: E731
+    monkeypatch.setattr(cache_module.seal, "read", reading)
     with pytest.warns(RestoreKVWarning) as told:
         train(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path / "full", store=store)
     assert [f"at least {cache_module.SPARE:,} are left" in str(each.message) for each in told] == [True]

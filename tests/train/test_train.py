@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CohereForCausalLM, GraniteForCausalLM
 
+from restorekv import seal
 from restorekv.compression.prepared import ScoredContext
 from restorekv.errors import AdapterError, RestoreKVError, RestoreKVWarning
 from restorekv.model import attention
@@ -15,7 +16,7 @@ from restorekv.model.attention import cascade
 from restorekv.model.load import longest
 from restorekv.model.prompt import default_between, make_context
 from restorekv.model.shape import logits
-from restorekv.train import checkpoint, tensor_file
+from restorekv.train import checkpoint
 from restorekv.train import teacher as teacher_module
 from restorekv.train.checks import check
 from restorekv.train.config import TrainConfig, learning_rate
@@ -23,7 +24,6 @@ from restorekv.train.examples import (
     Example,
     StepSample,
     check_lengths,
-    examples_hash,
     read_examples,
     sample_step,
     sources,
@@ -206,7 +206,7 @@ def test_json_lines_are_read(tiny_model, tiny_tokenizer, tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text(
         '{"context": "a b", "questions": ["c?"]}\n\n'
-        '{"context": "d", "questions": ["e?"], "answers": ["f"], "source": "mine", "licence": "CC BY 4.0"}\n'
+        '{"context": "d", "questions": ["e?"], "answers": ["f"], "source": "mine", "license": "CC BY 4.0"}\n'
     )
     plain, told = read_examples(path, tiny_model, tiny_tokenizer)
     assert plain.drafts == (None,) and plain.license is None
@@ -229,7 +229,7 @@ def test_json_lines_are_read(tiny_model, tiny_tokenizer, tmp_path):
         ('{"context": "a", "questions": ["b?"], "answers": [" "]}', 'has no text in "answers", number 1'),
         ('{"context": "a", "questions": ["b?"], "answers": ["c", "d"]}', "has 1 questions and 2 answers"),
         ('{"context": "a", "questions": ["b?"], "answer": ["c"]}', "has the unknown key 'answer'"),
-        ('{"context": "a", "questions": ["b?"], "licence": "all mine"}', "has the unknown license 'all mine'"),
+        ('{"context": "a", "questions": ["b?"], "license": "all mine"}', "has the unknown license 'all mine'"),
         ('{"context": "a", "questions": ["b?"], "license": "all mine"}', "has the unknown license 'all mine'"),
     ],
 )
@@ -369,13 +369,7 @@ def test_a_draft_is_confirmed_whichever_stop_id_the_model_uses(tiny_tokenizer, m
     assert torch.equal(again.ids, written.ids) and again.answer == written.answer
 
 
-def test_checkpoints_of_before_know_the_data_by_the_same_hash():
-    """The value is that of version 0.1.0, whose field was spelled "licence"."""
-    named = replace(EXAMPLES[0], source="me", license="mit", where="line 1")
-    assert examples_hash([named, EXAMPLES[1]]) == "009d871d0ffb65fd"
-
-
-def test_the_adapter_records_settings_data_and_licence(tiny_tokenizer, tmp_path):
+def test_the_adapter_records_settings_data_and_license(tiny_tokenizer, tmp_path):
     made = replace(EXAMPLES[0], source="books", license="cc-by-sa-4.0")
     adapter = train(build_model("llama"), tiny_tokenizer, [made, *EXAMPLES[1:]], CONFIG, tmp_path / "run")
     assert adapter.card.settings["lr"] == CONFIG.lr and adapter.card.settings["processes"] == 1
@@ -400,13 +394,12 @@ def test_checkpoints_that_cannot_be_are_refused_and_change_nothing(tiny_tokenize
     model = build_model("qwen3")
     train(model, tiny_tokenizer, EXAMPLES[:2], replace(CONFIG, steps=2), tmp_path / "run")
     path = tmp_path / "run" / checkpoint.FILE
-    metadata, own = tensor_file.read(path, "It", "fix it")
-    save_file(own, path, metadata)  # as older versions wrote it, without a checksum
+    metadata, own = seal.read(path, checkpoint.KIND)
     config = replace(CONFIG, steps=2)
     train(model, tiny_tokenizer, EXAMPLES[:2], config, tmp_path / "run", resume=True)
     harm(metadata, own)
-    save_file(own, path, metadata)
-    with pytest.raises(RestoreKVError, match=r"damaged|is another one") as caught:
+    seal.write(path, checkpoint.KIND, own, metadata)
+    with pytest.raises(RestoreKVError, match=r"damaged|not finite|is another one") as caught:
         train(model, tiny_tokenizer, EXAMPLES[:2], config, tmp_path / "run", resume=True)
     assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
 

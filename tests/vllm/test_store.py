@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from restorekv.compression.portable import load_portable
+from restorekv import seal
+from restorekv.compression.portable import KIND, load_portable
 from restorekv.errors import CacheFileError, RestoreKVError
-from restorekv.files import open_tensors
 from restorekv.model.load import rope_fingerprint
 from restorekv.model.shape import CacheShape
-from restorekv.seal import sealed
 from restorekv.vllm import prompt, transfer_config
 from restorekv.vllm.store import Expected, Store, heads_of
 from tests.helpers.models import VOCABULARY, build_model
@@ -129,9 +128,8 @@ def test_numbers_that_the_dtype_cannot_hold_are_refused(tiny_model, place):
 
 def test_a_file_cannot_claim_the_placeholders_of_another(tiny_tokenizer, place):
     folder, documents, store, _ = place
-    metadata, tensors = open_tensors((folder / "blue.safetensors").read_bytes(), "it")
-    del metadata["checksum"]
-    (folder / "forged.safetensors").write_bytes(sealed({**tensors, "ids": documents[0].ids}, metadata))
+    metadata, tensors = seal.read(folder / "blue.safetensors", KIND)
+    seal.write(folder / "forged.safetensors", KIND, {**tensors, "ids": documents[0].ids}, metadata)
     with pytest.raises(CacheFileError, match="do not follow from its contents"):
         load_portable(folder / "forged.safetensors")
     assert store.find(prompt(documents[0], QUESTION, tiny_tokenizer)).path.stem == "red"

@@ -104,8 +104,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def execute(args: list[str]) -> int:
     """Runs one command of restorekv and returns its exit code."""
-    name, *rest = args or ["--help"]
-    return invoke(typer.main.get_command(app), [name, *rest], "restorekv", COMMANDS)
+    return invoke(typer.main.get_command(app), args or ["--help"], "restorekv", COMMANDS)
 
 
 def invoke(group: TyperCommand, args: list[str], name: str, table: Mapping[str, object]) -> int:

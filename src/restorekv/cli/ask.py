@@ -14,7 +14,6 @@ from restorekv.cli.session import check_apart, notes, open_documents, output, re
 from restorekv.compression.several import ask_many
 from restorekv.errors import RestoreKVError
 from restorekv.files import write_json
-from restorekv.seal import read_key
 
 
 @options.options_of(options.Sampling)
@@ -28,7 +27,6 @@ def run(
     model: options.OtherModel = None,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
-    sign_key: options.SignKey = None,
     json: Annotated[Path | None, options.target("Write questions and answers here, for programs.")] = None,
     **sampling: object,
 ) -> None:
@@ -40,9 +38,9 @@ def run(
         raise RestoreKVError("A question is empty; ask something.")
     if max_new_tokens < 1:
         raise RestoreKVError(f"--max-new-tokens is a number of at least 1, not {max_new_tokens}.")
-    check_apart([json], (*files, sampling["json_schema"], model, sign_key))
+    check_apart([json], (*files, sampling["json_schema"], model))
     decoding = options.Sampling(**sampling).decoding()
-    compressed = open_documents(files, model, dtype, device, read_key(sign_key))
+    compressed = open_documents(files, model, dtype, device)
     start = time.perf_counter()
     rows = [{"file": str(each), "question": question} for each in files for question in questions]
     if len(rows) == 1 and json is None:

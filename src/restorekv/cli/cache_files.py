@@ -12,7 +12,6 @@ from restorekv.compression.context import size
 from restorekv.compression.growing import RESTORE
 from restorekv.compression.several import compose as compose_documents
 from restorekv.errors import one_of
-from restorekv.seal import read_key
 
 
 def append(
@@ -26,15 +25,14 @@ def append(
     model: options.OtherModel = None,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
-    sign_key: options.SignKey = None,
 ) -> None:
     one_of("--restore", restore, RESTORE)
-    check_apart([out], (file, text, model, sign_key))
-    key, added = read_key(sign_key), read_text(text)
-    (document,) = open_documents([file], model, dtype, device, key)
+    check_apart([out], (file, text, model))
+    added = read_text(text)
+    (document,) = open_documents([file], model, dtype, device)
     with notes.status("appending"):
         grown = document.append(added, restore=restore, adapter=None if adapter == "none" else adapter)
-        grown.save(out, key)
+        grown.save(out)
     print_figures(f"Wrote {out}", summary(grown, out))
 
 
@@ -44,12 +42,10 @@ def compose(
     model: options.OtherModel = None,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
-    sign_key: options.SignKey = None,
 ) -> None:
-    check_apart([out], (*files, model, sign_key))
-    key = read_key(sign_key)
-    whole = compose_documents(open_documents(files, model, dtype, device, key))
-    whole.save(out, key)
+    check_apart([out], (*files, model))
+    whole = compose_documents(open_documents(files, model, dtype, device))
+    whole.save(out)
     print_figures(f"Wrote {out}", summary(whole, out))
 
 
@@ -57,13 +53,11 @@ def export(
     file: Annotated[Path, typer.Argument(help="A cache file made by compress with --allocation per-head.")],
     out: Annotated[Path, options.target("The portable file to write.", "--output", "-o")],
     model: options.OtherModel = None,
-    sign_key: options.SignKey = None,
 ) -> None:
-    check_apart([out], (file, model, sign_key))
-    key = read_key(sign_key)
-    (document,) = open_documents([file], model, None, "cpu", key)
+    check_apart([out], (file, model))
+    (document,) = open_documents([file], model, None, "cpu")
     portable = document.portable()
-    portable.save(out, key)
+    portable.save(out)
     facts = {
         "document": f"{portable.name}, T = {portable.manifest.tokens:,} tokens",
         "prefix": f"m = {portable.tokens:,} positions, {portable.manifest.dtype}",

@@ -19,7 +19,6 @@ from restorekv.compression.chat import Chat
 from restorekv.compression.context import size
 from restorekv.errors import RestoreKVError
 from restorekv.files import check_target
-from restorekv.seal import read_key
 
 HELP = {
     "/undo [N]": "take the latest question and its answer back, or the latest N",
@@ -42,20 +41,18 @@ def run(
     model: options.OtherModel = None,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
-    sign_key: options.SignKey = None,
     **sampling: object,
 ) -> None:
     decoding = options.Sampling(**sampling).decoding()
     if resume and system:
         raise RestoreKVError("A conversation goes on with its own --system; leave it out.")
-    key = read_key(sign_key)
-    (document,) = open_documents([file], model, dtype, device, key)
+    (document,) = open_documents([file], model, dtype, device)
     chat = Chat.load(resume, document) if resume else document.chat(system)
-    talk(chat, max_new_tokens, decoding, key)
+    talk(chat, max_new_tokens, decoding)
 
 
-def talk(chat: Chat, max_new_tokens: int, decoding: dict, key: bytes | None) -> None:
-    """Reads questions and commands until the input ends; `key` signs the documents that /save writes."""
+def talk(chat: Chat, max_new_tokens: int, decoding: dict) -> None:
+    """Read questions and commands until the input ends."""
     if sys.stdin is None:
         raise RestoreKVError("The standard input is closed; type questions or pipe them in, one a line.")
     sys.stdin.reconfigure(errors="surrogateescape")  # so that a line that is not UTF-8 is refused by itself
@@ -67,7 +64,7 @@ def talk(chat: Chat, max_new_tokens: int, decoding: dict, key: bytes | None) -> 
             return
         with going_on("(broken off; the conversation is as it was before)"):
             if line.startswith("/"):
-                command(chat, line, key)
+                command(chat, line)
             elif line:
                 answer(chat, line, max_new_tokens, decoding)
 
@@ -117,7 +114,7 @@ def answer(chat: Chat, question: str, max_new_tokens: int, decoding: dict) -> No
     )
 
 
-def command(chat: Chat, line: str, key: bytes | None) -> None:
+def command(chat: Chat, line: str) -> None:
     """Carries out a command that begins with a slash."""
     name, _, rest = line.partition(" ")
     match name:
@@ -143,7 +140,7 @@ def command(chat: Chat, line: str, key: bytes | None) -> None:
             path = Path(os.path.expanduser(rest.strip()))  # which leaves the home of an unknown user as it is
             check_target(path)
             if path.suffix == ".rkv":
-                chat.document.save(path, key)
+                chat.document.save(path)
             elif chat.folded:
                 raise RestoreKVError("Folded turns are part of the document; save that, as in /save doc.rkv.")
             else:

@@ -17,7 +17,6 @@ from restorekv.compression.eviction import make_compressor
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import BudgetError, RestoreKVError
 from restorekv.files import check_target, write_json
-from restorekv.seal import read_key
 
 
 def run(
@@ -32,7 +31,7 @@ def run(
     adapter: options.Adapter = "auto",
     restore_tokens: options.RestoreTokens = None,
     system: options.System = "",
-    model: options.Model = "bundled",
+    model: options.Model = "tiny",
     prefix_policy: options.PrefixPolicy = "free",
     on_small_budget: options.OnSmallBudget = "error",
     allocation: options.Allocation = "global",
@@ -43,7 +42,6 @@ def run(
     offload: options.Offload = False,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
-    sign_key: options.SignKey = None,
     max_context: options.MaxContext = "refuse",
     yarn: options.Yarn = None,
     json: Annotated[Path | None, options.target("Write the figures here, for programs.")] = None,
@@ -52,7 +50,7 @@ def run(
 ) -> None:
     evictor = checked(ratio, tokens_per_head, evictor, preset, storage)
     make_compressor(evictor, CompressionConfig(prefix_policy, on_small_budget, allocation, restore_from, offset))
-    recipe = folder.Recipe(model, dtype, device, yarn, read_key(sign_key), {
+    recipe = folder.Recipe(model, dtype, device, yarn, {
         "evictor": evictor, "ratio": ratio, "tokens_per_head": tokens_per_head,
         "adapter": None if adapter == "none" else adapter, "restore_tokens": restore_tokens, "system": system,
         "prefix_policy": prefix_policy, "on_small_budget": on_small_budget, "allocation": allocation,
@@ -64,7 +62,7 @@ def run(
     if ray:
         raise RestoreKVError("--ray spreads the documents of a folder; leave it out for one text.")
     check_target(out)
-    check_apart((out, json), (file, model, sign_key))
+    check_apart((out, json), (file, model))
     compress_file(file, out, recipe, json)
 
 
@@ -77,7 +75,7 @@ def compress_file(file: str, out: Path, recipe: folder.Recipe, json: Path | None
         compressed = compress(loaded, tokenizer, text, progress=status.update, **recipe.options)
         seconds = time.perf_counter() - start
         status.update("saving")
-        compressed.save(out, recipe.key)
+        compressed.save(out)
     if json:
         write_json(json, {"file": str(out), "file_bytes": out.stat().st_size, **compressed.manifest.described()})
     print_figures(f"Wrote {out}", summary(compressed, out, seconds))

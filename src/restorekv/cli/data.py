@@ -23,7 +23,7 @@ app = typer.Typer(add_completion=False, help="Build the training mixture, with t
 @options.options_of(BuildConfig)
 def run(
     out: Annotated[Path, typer.Option(help="Folder of the data.")],
-    model: options.Model = "bundled",
+    model: options.Model = "tiny",
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
     exclude: Annotated[

@@ -1,4 +1,4 @@
-"""`restorekv demo`: one document and a small benchmark, answered by SmolLM2 or by the tiny bundled model.
+"""`restorekv demo`: one document and a small benchmark, answered by SmolLM2 or by the tiny model.
 
 The questions about the document are answered from the full cache and from small ones.
 """
@@ -30,12 +30,12 @@ from restorekv.evaluation.run import run as run_grid
 from restorekv.evaluation.tables import Table, name_method
 from restorekv.evaluation.worker import opened_model
 from restorekv.files import write_json
-from restorekv.model.load import BUNDLED, SMOLLM2, canonical
-from restorekv.tasks.bundled import question_of
+from restorekv.model.load import SMOLLM2, TINY, canonical
+from restorekv.tasks.tiny import question_of
 from restorekv.tiny import suite
 
 PHASES = ("prefill", "score", "restore", "evict", "ask")
-FAMILIES = 3  # questions about the bundled world's document, each of another family
+FAMILIES = 3  # questions about the tiny world's document, each of another family
 COMMON = {"prefix_policy": "free"}  # as the shipped adapters were trained
 
 
@@ -50,14 +50,14 @@ class Show:
     count: int
 
 
-WORLD = Show("bundled", ("kvzip", "kvzip+"), ("0.4", "0.2", "0.1", "0.05"), (0.05,), 52)
+WORLD = Show("tiny", ("kvzip", "kvzip+"), ("0.4", "0.2", "0.1", "0.05"), (0.05,), 52)
 STORIES = Show("fairytaleqa:length=768,questions=4", ("kvzip",), ("0.1", "0.05"), (0.1, 0.05), 7)
 STORY = "assipattle-and-the-mester-stoorworm"  # the validation story that is shown
 
 
 def show_for(model: str) -> Show:
-    """Returns what to show: the bundled model knows only its own world, any other model reads stories."""
-    return WORLD if model == BUNDLED else STORIES
+    """Returns what to show: the tiny model knows only its own world, any other model reads stories."""
+    return WORLD if model == TINY else STORIES
 
 
 def run(

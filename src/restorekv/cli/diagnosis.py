@@ -23,7 +23,7 @@ from restorekv.model import attention
 from restorekv.model.attention import proofs, tiles
 from restorekv.model.attention.proofs import Target
 from restorekv.model.attention.trials import ragged_layer
-from restorekv.model.load import BUNDLED, NAMES, SMOLLM2, TINY, canonical, reachable
+from restorekv.model.load import NAMES, SMOLLM2, TINY, canonical, reachable
 
 PACKAGES = (
     "restorekv",
@@ -126,7 +126,7 @@ def places() -> dict[str, str]:
     return {
         "models and proofs of restorekv": str(folder) if folder else "nowhere, there is no home folder",
         "models of the hub": str(constants.HF_HUB_CACHE), "the hub": hub(),
-        "models in packages": f"{SMOLLM2}, {TINY} (or {BUNDLED})",
+        "models in packages": f"{SMOLLM2}, {TINY}",
     }  # fmt: skip
 
 

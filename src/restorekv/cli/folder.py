@@ -41,7 +41,6 @@ class Recipe:
     dtype: str
     device: str
     yarn: float | None
-    key: bytes | None
     options: dict[str, Any]
 
 
@@ -90,14 +89,14 @@ class Maker:
         self.open()
         content, record = read_bytes(source, name, TEXT_BYTES), record_of(target)
         digest = hashlib.sha256(self.facts.encode() + content).hexdigest()
-        if (there := existing(target, record, digest, self.recipe.key)) is not None:
+        if (there := existing(target, record, digest)) is not None:
             return there
         target.parent.mkdir(parents=True, exist_ok=True)
         record.parent.mkdir(exist_ok=True)
         compressed = compress(*self.opened, text_of(name, content), **self.recipe.options)
         seconds, plain = compressed.manifest.seconds, replace(compressed.manifest, seconds={})
         record.unlink(missing_ok=True)  # a run that ends between the two lines below leaves none
-        replace(compressed, manifest=plain).save(target, self.recipe.key)  # the same bytes, whoever makes it
+        replace(compressed, manifest=plain).save(target)  # the same bytes, whoever makes it
         write_json(record, {"of": digest, "file": file_digest(target), "seconds": seconds}, follow=False)
         return Made("wrote", plain.bytes_held, plain.bytes_full)
 
@@ -106,7 +105,7 @@ def record_of(target: Path) -> Path:
     return target.parent / ".made" / f"{target.name}.json"
 
 
-def existing(target: Path, record: Path, digest: str, key: bytes | None) -> Made | None:
+def existing(target: Path, record: Path, digest: str) -> Made | None:
     """Returns what is there if it is whole and made of the same; old records do not name the file's bytes."""
     if not target.exists() or not record.exists():
         return None
@@ -114,7 +113,7 @@ def existing(target: Path, record: Path, digest: str, key: bytes | None) -> Made
         made = read_record(record, str(record))
         if made.get("of") != digest:
             return None
-        manifest = read(target, key).manifest
+        manifest = read(target).manifest
         if made.get("file") not in (None, file_digest(target)):
             return None
     except (RestoreKVError, AttributeError):  # damaged: it is made again

@@ -17,7 +17,7 @@ from restorekv.evictors.published_gate import FAST_KVZIP
 from restorekv.evictors.published_gate import convert as convert_gate
 from restorekv.tasks.reading import spread
 from restorekv.tiny.suite import LONGEST, SHORTEST
-from restorekv.train.examples import bundled_examples, read_contexts
+from restorekv.train.examples import read_contexts, tiny_examples
 from restorekv.train.gate import GateConfig, train_gate
 
 
@@ -25,18 +25,18 @@ from restorekv.train.gate import GateConfig, train_gate
 def train(
     out: Annotated[Path, options.target("The gate file to write.")],
     data: Annotated[
-        list[str], typer.Option(help='bundled, a mixture, or JSON lines {"context", "questions"}; repeatable.')
-    ] = ("bundled",),
+        list[str], typer.Option(help='tiny (its world), a mixture, or JSON lines {"context", "questions"}; repeatable.')
+    ] = ("tiny",),
     count: Annotated[
-        int, typer.Option(min=2, help="Number of bundled contexts; of other data the maximum, evenly spaced.")
+        int, typer.Option(min=2, help="Number of contexts of the tiny world; of other data the maximum, evenly spaced.")
     ] = 200,
-    shortest: Annotated[int, typer.Option(min=64, help="Minimum tokens of a bundled context.")] = SHORTEST,
-    longest: Annotated[int, typer.Option(min=64, help="Maximum tokens of a bundled context.")] = LONGEST,
+    shortest: Annotated[int, typer.Option(min=64, help="Minimum tokens of a context of the tiny world.")] = SHORTEST,
+    longest: Annotated[int, typer.Option(min=64, help="Maximum tokens of a context of the tiny world.")] = LONGEST,
     features: Annotated[
         Path | None, typer.Option(help="Folder that keeps attention inputs and scores; OUT.features by default.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Use the features that are there already.")] = False,
-    model: options.Model = "bundled",
+    model: options.Model = "tiny",
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
     **settings: Any,
@@ -47,10 +47,10 @@ def train(
     folder = features or out.with_name(f"{out.name}.features")
     if folder.exists() and not folder.is_dir():
         raise RestoreKVError(f"{folder} is a file; name a folder with --features.")
-    read = spread(read_contexts([Path(name) for name in data if name != "bundled"]), count)
+    read = spread(read_contexts([Path(name) for name in data if name != "tiny"]), count)
     loaded, tokenizer = open_model(model, dtype, device)
-    bundled = bundled_examples(tokenizer, count, config.seed, shortest, longest) if "bundled" in data else []
-    texts = [*(example.context for example in bundled), *read]
+    made = tiny_examples(tokenizer, count, config.seed, shortest, longest) if "tiny" in data else []
+    texts = [*(example.context for example in made), *read]
     try:
         with bar("training a gate", lines=True) as progress:
             gate = train_gate(loaded, tokenizer, texts, config, out, folder, resume, progress)
@@ -65,7 +65,7 @@ def convert(
         str, typer.Argument(help=f"A .pt file of Fast KVzip, a folder of KVzap, a hub id of KVzap, or {FAST_KVZIP}.")
     ],
     out: Annotated[Path, options.target("The gate file to write.", "--output", "-o")],
-    model: options.Model = "bundled",
+    model: options.Model = "tiny",
     dtype: options.Dtype = "auto",
 ) -> None:
     check_apart([out], (source, model))

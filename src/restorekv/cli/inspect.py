@@ -18,9 +18,8 @@ from restorekv.compression.context import size
 from restorekv.errors import ModelError
 from restorekv.evaluation.survivors import Survivors, check_format, save_plot
 from restorekv.files import write_json
-from restorekv.model.load import BUNDLED, load_tokenizer, shipped_name
+from restorekv.model.load import TINY, load_tokenizer, shipped_name
 from restorekv.model.prompt import template_hash
-from restorekv.seal import read_key
 
 SHADES = " ░▒▓█"
 STEPS = " ▁▂▃▄▅▆▇█"
@@ -36,12 +35,11 @@ def run(
         str | None, typer.Option(help="Whose tokenizer shows the text; one that ships unless given.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=0, help="How many tokens of the text to show.")] = 400,
-    sign_key: options.SignKey = None,
 ) -> None:
     if plot:
         check_format(plot)
-    check_apart((plot, json), (file, model, sign_key))
-    survivors = Survivors.of_file(file, read_key(sign_key))
+    check_apart((plot, json), (file, model))
+    survivors = Survivors.of_file(file)
     tokenizer = find_tokenizer(survivors, model)
     if plot:
         save_plot(survivors, plot, file.name)
@@ -62,7 +60,7 @@ def find_tokenizer(survivors: Survivors, model: str | None) -> Tokenizer | None:
     """Returns the tokenizer asked for, or that of a model that ships, if its template fits; the file names no other."""
     if model is not None:
         return load_tokenizer(model)
-    for name in filter(None, (shipped_name(survivors.manifest.model), BUNDLED)):
+    for name in filter(None, (shipped_name(survivors.manifest.model), TINY)):
         try:
             tokenizer = load_tokenizer(name, offline=True)
         except ModelError:

@@ -44,7 +44,7 @@ Adapter = Annotated[
         "folder or a hub id."
     ),
 ]
-MODEL_HELP = "smollm2, tiny (also called bundled), a model folder, a GGUF file or a hub id."
+MODEL_HELP = "smollm2, tiny, a model folder, a GGUF file or a hub id."
 Model = Annotated[str, typer.Option(help=MODEL_HELP)]
 OtherModel = Annotated[
     str | None, typer.Option("--model", help=f"The model, needed unless it is one that ships. {MODEL_HELP}")
@@ -72,10 +72,6 @@ Streaming = Annotated[
 ]
 Offload = Annotated[
     bool, typer.Option("--offload", help="Keep the full cache in a temporary file (on a GPU: the host's memory).")
-]
-SignKey = Annotated[
-    Path | None,
-    typer.Option(help="A file with a secret of 16 bytes or more: signs what is written, refuses what it did not sign."),
 ]
 MaxContext = Annotated[str, typer.Option(help="A context too long for the model's positions: refuse, or cut its end.")]
 Yarn = Annotated[
@@ -113,14 +109,14 @@ class Sampling:
 def options_of(config: type) -> Callable[[Callable], Callable]:
     """Decorates a command that takes `**settings`: every field of the dataclass becomes an option with its help.
 
-    Tuples are written with commas between, literals as text; a field's metadata holds `help` and, optionally, `flags`.
+    Tuples are written with commas between, literals as text; a field's metadata holds `help`.
     """
 
     def option(field: Field, kind: Any) -> inspect.Parameter:
         default = field.default
         if get_origin(kind) in (tuple, Literal):
             kind, default = str, ",".join(default) if isinstance(default, tuple) else default
-        typed = Annotated[kind, typer.Option(*field.metadata.get("flags", ()), help=field.metadata["help"])]
+        typed = Annotated[kind, typer.Option(help=field.metadata["help"])]
         return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=typed)
 
     def decorate(run: Callable) -> Callable:

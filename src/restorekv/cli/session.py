@@ -96,14 +96,12 @@ def open_model(
         return load_model(name, dtype, device, rope)
 
 
-def open_documents(
-    files: Sequence[Path], model: str | None, dtype: str | None, device: str, key: bytes | None
-) -> list[CompressedContext]:
+def open_documents(files: Sequence[Path], model: str | None, dtype: str | None, device: str) -> list[CompressedContext]:
     """Reads cache files of one model, which wrong files are refused before, and loads them.
 
     Where `model` or `dtype` is None, it is as the first file says; of models, that goes for those that ship.
     """
-    stored = [read(each, key) for each in files]
+    stored = [read(each) for each in files]
     first = stored[0].manifest
     dtype = getattr(torch, first.dtype) if dtype in (None, "auto") else dtype
     name = model or named_model(files[0], first.model)

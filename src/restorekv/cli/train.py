@@ -1,4 +1,4 @@
-"""`restorekv train --data bundled --out DIR`: TrainConfig's fields are options."""
+"""`restorekv train --data tiny --out DIR`: TrainConfig's fields are options."""
 
 import time
 from collections.abc import Iterator
@@ -14,24 +14,24 @@ from restorekv.errors import RestoreKVError
 from restorekv.tiny.suite import LONGEST, SHORTEST
 from restorekv.train import checkpoint
 from restorekv.train.config import TrainConfig
-from restorekv.train.examples import Example, bundled_examples, read_examples
+from restorekv.train.examples import Example, read_examples, tiny_examples
 from restorekv.train.loop import Progress, train
 from restorekv.train.parallel import own_device, process_group, spread, wants_shards
 
 DATA_HELP = (
-    'bundled, a mixture (restorekv data) or JSON lines {"context", "questions"}, with "answers" as drafts of the '
-    "model's own; repeatable."
+    'tiny (its world), a mixture (restorekv data) or JSON lines {"context", "questions"}, with "answers" as drafts '
+    "of the model's own; repeatable."
 )
 
 
 @options.options_of(TrainConfig)
 def run(
     out: Annotated[Path, typer.Option(help="Folder of the run: adapter, losses, checkpoint.")],
-    data: Annotated[list[str], typer.Option(help=DATA_HELP)] = ("bundled",),
-    count: Annotated[int, typer.Option(min=1, help="Number of bundled contexts.")] = 1000,
-    shortest: Annotated[int, typer.Option(min=64, help="Minimum tokens of a bundled context.")] = SHORTEST,
-    longest: Annotated[int, typer.Option(min=64, help="Maximum tokens of a bundled context.")] = LONGEST,
-    model: options.Model = "bundled",
+    data: Annotated[list[str], typer.Option(help=DATA_HELP)] = ("tiny",),
+    count: Annotated[int, typer.Option(min=1, help="Number of contexts of the tiny world.")] = 1000,
+    shortest: Annotated[int, typer.Option(min=64, help="Minimum tokens of a context of the tiny world.")] = SHORTEST,
+    longest: Annotated[int, typer.Option(min=64, help="Maximum tokens of a context of the tiny world.")] = LONGEST,
+    model: options.Model = "tiny",
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the folder's checkpoint.")] = False,
@@ -53,16 +53,16 @@ def run(
     if store_prefill and store is None:
         raise RestoreKVError("--store-prefill needs a folder; name it with --store.")
     for name in data:
-        if name != "bundled" and not Path(name).exists():
-            raise RestoreKVError(f"There is no training file {name}; give a JSON-lines file, a mixture or 'bundled'.")
+        if name != "tiny" and not Path(name).exists():
+            raise RestoreKVError(f"There is no training file {name}; give a JSON-lines file, a mixture or 'tiny'.")
     own, sharing = own_device(device), wants_shards(shard)
     with process_group(own) as group:
         notes.quiet = output.quiet = group.rank > 0
         loaded, tokenizer = open_model(model, dtype, "cpu" if sharing else str(own))
         if sharing:
             spread(loaded, own)
-        bundled = count, config.seed, shortest, longest
-        examples = [each for name in data for each in read_data(name, loaded, tokenizer, bundled)]
+        world = count, config.seed, shortest, longest
+        examples = [each for name in data for each in read_data(name, loaded, tokenizer, world)]
         kept = {"store": store, "store_prefill": store_prefill, "group": group, "notice": notes.print}
         with naming_the_way_on(out), bar("training") as show:
             train(loaded, tokenizer, examples, config, out, resume, reporter(show, config.checkpoint_every), **kept)
@@ -74,9 +74,9 @@ def check_lengths(shortest: int, longest: int) -> None:
         raise RestoreKVError(f"--shortest {shortest} is more than --longest {longest}; swap them.")
 
 
-def read_data(name: str, model, tokenizer, bundled: tuple[int, int, int, int]) -> list[Example]:
-    """Returns the examples of one --data; `bundled` is count, seed, shortest and longest of bundled contexts."""
-    return bundled_examples(tokenizer, *bundled) if name == "bundled" else read_examples(Path(name), model, tokenizer)
+def read_data(name: str, model, tokenizer, world: tuple[int, int, int, int]) -> list[Example]:
+    """Returns the examples of one --data; `world` is count, seed, shortest and longest of the tiny world's."""
+    return tiny_examples(tokenizer, *world) if name == "tiny" else read_examples(Path(name), model, tokenizer)
 
 
 @contextmanager

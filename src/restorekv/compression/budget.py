@@ -7,11 +7,10 @@ T_b is T under the prefix policy "free" (the chat prefix is kept and not counted
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, floor
-from typing import Any, Literal
+from typing import Literal
 
 from restorekv.errors import BudgetError
 
@@ -19,7 +18,6 @@ PrefixPolicy = Literal["free", "counted"]
 OnSmallBudget = Literal["error", "fewer", "clip"]
 ON_SMALL_BUDGET: tuple[str, ...] = ("error", "fewer", "clip")
 PREFIX_POLICIES: tuple[str, ...] = ("free", "counted")
-FILE_KEYS = {"on_small_budget": "on_tight"}  # files keep the old key: digests and old readers depend on it
 
 
 @dataclass(frozen=True)
@@ -118,14 +116,3 @@ def too_small(ratio: Fraction, tokens: int, restore_tokens: int) -> str:
         f"the smallest workable ratio is {smallest:g} "
         "(or use fewer of them with on_small_budget='fewer', in the shell --on-small-budget fewer)."
     )
-
-
-def to_file(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns settings under the keys that files have for them."""
-    return {FILE_KEYS.get(name, name): value for name, value in settings.items()}
-
-
-def from_file(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what `to_file` was given."""
-    names = {key: name for name, key in FILE_KEYS.items()}
-    return {names.get(key, key): value for key, value in settings.items()}

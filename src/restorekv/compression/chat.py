@@ -294,8 +294,8 @@ def check_saved(path: str | Path, content: object, document: CompressedContext) 
     turns, vocabulary = content.get("turns"), document.model.get_input_embeddings().weight.shape[0]
     sound = isinstance(content.get("system"), str) and isinstance(turns, list)
     for turn in turns if sound else ():
-        turn = {"finish": "length", **turn} if isinstance(turn, dict) else {}  # which older files lack
-        sound &= set(turn) == set(SAVED) and all(has_type(turn[n], SAVED[n]) for n in SAVED)
+        sound &= isinstance(turn, dict) and set(turn) == set(SAVED)
+        sound = sound and all(has_type(turn[n], SAVED[n]) for n in SAVED)
         sound = sound and bool(turn["read"] and turn["written"])
         sound = sound and all(0 <= token < vocabulary for token in turn["read"] + turn["written"])
         sound = sound and all(len(text) <= SYSTEM_LETTERS for text in (turn["question"], turn["answer"]))

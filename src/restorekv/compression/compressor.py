@@ -23,7 +23,7 @@ from restorekv import __version__
 from restorekv.bounds import TEXT_BYTES
 from restorekv.cache import quantized
 from restorekv.cache.ragged import RaggedCache
-from restorekv.compression.budget import Budget, OnSmallBudget, PrefixPolicy, exact_ratio, from_file
+from restorekv.compression.budget import Budget, OnSmallBudget, PrefixPolicy, exact_ratio
 from restorekv.compression.context import CompressedContext
 from restorekv.compression.context_checks import sums
 from restorekv.compression.context_file import Manifest
@@ -164,10 +164,11 @@ def describe(
         model=model_name(model), fingerprint=model_fingerprint(model), rope=rope_fingerprint(model.config),
         template=template_hash(tokenizer), dtype=str(model.dtype).removeprefix("torch."), shape=vars(shape),
         prefix=context.prefix, tokens=context.tokens, restore_tokens=budget.restore_tokens, ratio=str(budget.ratio),
-        **from_file(conventions.described()), evictor=compressor.identity(model),
+        **conventions.described(), evictor=compressor.identity(model),
         adapter=adapter and adapter.identity(),
         **sums(cache, context.prefix, context.positions, conventions.prefix_policy),
         seconds={phase: round(value, 4) for phase, value in seconds.items()},
         versions={"restorekv": __version__, **versions, "python": platform.python_version()},
         storage=storage, streaming=prepared.streaming, between=context.between, cut=cut, system=system,
+        parts=[], earlier=0,
     )  # fmt: skip

@@ -210,23 +210,17 @@ class CompressedContext:
         """Returns the cache as an ordinary prefix of m tokens for other engines; needs allocation="per-head"."""
         return portable.portable(self.model, self.context, self.cache, self.manifest)
 
-    def save(self, path: str | Path, key: bytes | None = None) -> None:
-        """Writes one safetensors file; the previous one stays if anything goes wrong.
-
-        `key`, of 16 bytes or more, or RESTOREKV_KEY signs the file: whoever has the key can tell it from a stranger's.
-        """
-        context_file.write(path, self.cache, self.context, self.manifest, key)
+    def save(self, path: str | Path) -> None:
+        """Write one safetensors file; the previous one stays if anything goes wrong."""
+        context_file.write(path, self.cache, self.context, self.manifest)
 
     @classmethod
-    def load(
-        cls, file: str | Path | CacheFile, model: PreTrainedModel, tokenizer: Tokenizer, key: bytes | None = None
-    ) -> CompressedContext:
-        """Reads a cache file, or takes one that was read.
+    def load(cls, file: str | Path | CacheFile, model: PreTrainedModel, tokenizer: Tokenizer) -> CompressedContext:
+        """Read a cache file, or take one that was read.
 
-        Refuses a damaged one, one that contradicts itself, a model that is not the one it was made with and, with a
-        key, a file that was not signed with it.
+        Refuses a damaged one, one that contradicts itself, and a model that is not the one it was made with.
         """
-        stored = file if isinstance(file, CacheFile) else context_file.read(file, key)
+        stored = file if isinstance(file, CacheFile) else context_file.read(file)
         check(stored, model, tokenizer)
         support.install(model)
         return cls(model, tokenizer, stored.context, stored.cache(model.device), stored.manifest)

@@ -6,6 +6,7 @@ offsets, ids, sums and finiteness are checked before a tensor is used.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields
 from itertools import pairwise
@@ -35,11 +36,11 @@ from restorekv.errors import CacheFileError, RestoreKVError, shown
 from restorekv.files import has_type
 from restorekv.model.load import model_fingerprint, rope_fingerprint
 from restorekv.model.shape import CacheShape
+from restorekv.seal import largest_number
 
 if TYPE_CHECKING:
     from restorekv.compression.context_file import Manifest
 
-BLOCK = 1 << 22  # numbers looked at together
 SHAPE = {field.name for field in fields(CacheShape)}
 COUNTS = (
     "prefix", "restore_tokens", "offset", "pairs", "pairs_of_prefix", "pairs_held", "bytes_full", "bytes_held",
@@ -52,7 +53,7 @@ CHOICES = {
 PARTS = ("keys", "values")
 WORDS = {"between": AROUND_LETTERS, "system": SYSTEM_LETTERS}  # texts of several lines, with their most characters
 SIZES = dict.fromkeys(SHAPE, WIDTH) | dict.fromkeys(("layers", "heads", "groups"), LAYERS)
-ADAPTER: dict[str, Any] = {  # what a record of the adapter holds; the first two have always been there
+ADAPTER: dict[str, Any] = {  # what a record of the adapter holds; the first two are in every one
     "hash": str, "restore_tokens": int, "source": str | None, "evictor": str | None, "prefix_policy": str | None,
     "ratio_range": list[float] | None, "allocation": str | None, "restore_from": str | None,
 }  # fmt: skip
@@ -187,12 +188,10 @@ def check_tensor(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype, s
     tensor = tensors[name]
     fits = tensor.ndim == len(shape) and all(size in (None, own) for size, own in zip(shape, tensor.shape, strict=True))
     require(tensor.dtype == dtype and fits, f"has a tensor {name} of {tensor.dtype} and shape {tuple(tensor.shape)}")
-    if not tensor.is_floating_point() or not tensor.numel():
-        return
-    largest = torch.stack([part.float().abs().max() for part in tensor.flatten().split(BLOCK)]).max()  # or NaN
-    require(bool(largest.isfinite()), f"has numbers in {name} that are not finite")
+    largest = largest_number(tensor)
+    require(math.isfinite(largest), f"has numbers in {name} that are not finite")
     limit = f"{LARGEST_NUMBER:,.0f}"
-    require(float(largest) <= LARGEST_NUMBER, f"has numbers in {name} beyond {limit}, which no model computes")
+    require(largest <= LARGEST_NUMBER, f"has numbers in {name} beyond {limit}, which no model computes")
 
 
 def check_scales(scales: Tensor, storage: str) -> None:

@@ -6,9 +6,9 @@ checked is what is used.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch import Tensor
 from restorekv import seal
 from restorekv.cache import quantized
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
-from restorekv.compression.budget import from_file, to_file
 from restorekv.compression.context_checks import (
     ContradictionError,
     check_around,
@@ -28,13 +27,13 @@ from restorekv.compression.context_checks import (
     require,
     sums,
 )
-from restorekv.errors import CacheFileError, RestoreKVError, raised_as, shown
-from restorekv.files import open_tensors, parse_record, read_tensor_bytes
+from restorekv.errors import CacheFileError, RestoreKVError, raised_as
+from restorekv.files import parse_record
 from restorekv.model.prompt import Context
+from restorekv.seal import FileKind
 
-FORMAT = "restorekv-cache"
-VERSION = 3
-READ = ("2", "3")  # versions that are read
+FIX = "compress the context again"
+KIND = FileKind("restorekv-cache", "4", "a restorekv cache", FIX)
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Manifest:
     restore_tokens: int  # n
     ratio: str  # exact fraction, as "1/20"
     prefix_policy: str
-    on_small_budget: str  # in files: on_tight
+    on_small_budget: str
     allocation: str
     restore_from: str
     offset: int
@@ -65,17 +64,17 @@ class Manifest:
     bytes_held: int  # of every tensor of the compressed cache
     seconds: dict[str, float]  # per phase
     versions: dict[str, str]  # of the libraries
-    storage: str = "model"  # of the retained pairs: the model's dtype, or "int8", "fp8"; new in version 3
-    streaming: int | None = None  # tokens of a part when it was compressed as the prefill went; new in version 3
-    between: str = ""  # what stands before every question; files that do not say it were asked without
-    cut: int = 0  # tokens of the text's end that were left out because the model has no positions for them
-    system: str = ""  # the system message before the text, where one was given
-    parts: list[int] = field(default_factory=list)  # tokens of each text of a context that grew or was composed
-    earlier: int = 0  # restore pairs of earlier parts in every head, among the retained pairs
+    storage: str  # of the retained pairs: "model" for the model's dtype, or "int8", "fp8"
+    streaming: int | None  # tokens of a part when it was compressed as the prefill went
+    between: str  # what stands before every question
+    cut: int  # tokens of the text's end that were left out because the model has no positions for them
+    system: str  # the system message before the text, where one was given
+    parts: list[int]  # tokens of each text of a context that grew or was composed
+    earlier: int  # restore pairs of earlier parts in every head, among the retained pairs
 
     def described(self) -> dict:
         """Returns the manifest as files hold it."""
-        return to_file(asdict(self))
+        return asdict(self)
 
     def of_other(self, context: Context, cache: RaggedCache, **changed: Any) -> "Manifest":
         """Returns the record of a cache that was made from this one's; `changed` are fields that nothing else tells."""
@@ -108,18 +107,17 @@ class CacheFile:
         return unpack(tensors, self.context.positions + self.manifest.offset, self.manifest)
 
 
-def write(path: str | Path, cache: RaggedCache, context: Context, manifest: Manifest, key: bytes | None = None) -> None:
-    """Writes all or nothing, with a key a signed file; see seal.py."""
+def write(path: str | Path, cache: RaggedCache, context: Context, manifest: Manifest) -> None:
+    """Write all or nothing; see seal.py."""
     described = json.dumps({**manifest.described(), "suffix_text": context.suffix_text})
-    metadata = {"format": FORMAT, "version": str(VERSION), "manifest": described}
     with raised_as(CacheFileError):
-        seal.write(Path(path), pack(cache, context), metadata, key)
+        seal.write(Path(path), KIND, pack(cache, context), {"manifest": described})
 
 
-def read(path: str | Path, key: bytes | None = None) -> CacheFile:
-    """Reads what `write` wrote, once, and refuses anything else; with a key, also a file that it did not sign."""
-    with refusing(path, "compress the context again"):
-        manifest, others, tensors = read_sealed(path, check_format, {"suffix_text": str}, key)
+def read(path: str | Path) -> CacheFile:
+    """Read what `write` wrote, once, and refuse anything else."""
+    with refusing(path, FIX):
+        manifest, others, tensors = read_with_manifest(path, KIND, {"suffix_text": str})
         check_tensors(tensors, manifest)
         check_around(others["suffix_text"], tensors["suffix_ids"])
         ids, suffix = (tensors[name].long() for name in ("context_ids", "suffix_ids"))
@@ -142,44 +140,29 @@ def refusing(path: str | Path, fix: str) -> Iterator[None]:
         raise CacheFileError(str(error)) from None
 
 
-def read_sealed(
-    path: str | Path, check: Callable[[dict[str, str], str], None], others: Mapping[str, type], key: bytes | None
+def read_with_manifest(
+    path: str | Path, kind: FileKind, others: Mapping[str, type]
 ) -> tuple[Manifest, dict[str, Any], dict[str, Tensor]]:
-    """Returns a checked manifest, the `others` that its JSON holds beside it, and the tensors, which are not checked.
+    """Read a sealed file that has a manifest.
 
-    `check` refuses files of another format by their metadata.
+    Args:
+        path: the file.
+        kind: what it must be.
+        others: names and types of what the manifest's JSON holds in addition to the manifest.
+
+    Returns:
+        The checked manifest, the values of `others`, and the tensors, which are not checked.
     """
-    what = str(path)
-    raw = read_tensor_bytes(Path(path), what)
-    metadata, tensors = open_tensors(raw, what)
-    check(metadata, what)
-    seal.check_seal(raw, metadata, what, key)
-    entries = parse_record(str(metadata.get("manifest")), what)
+    metadata, tensors = seal.read(Path(path), kind)
+    entries = parse_record(str(metadata.get("manifest")), str(path))
     require(isinstance(entries, dict), "has a damaged manifest")
-    beside = {name: entries.pop(name, None) for name in others}
-    require(all(type(beside[name]) is kind for name, kind in others.items()), "has a damaged manifest")
-    manifest = known_manifest(from_file(entries))
-    check_manifest(manifest)
-    return manifest, beside, tensors
-
-
-def check_format(metadata: dict[str, str], what: str) -> None:
-    """Refuses files of other kinds and versions."""
-    if metadata.get("format") != FORMAT:
-        raise CacheFileError(f"{what} is a safetensors file but not a restorekv cache; give a file made by compress.")
-    if (version := metadata.get("version")) not in READ:
-        raise CacheFileError(
-            f"{what} has format version '{shown(version)}', this restorekv reads {' and '.join(READ)}; "
-            "compress the context again."
-        )
-
-
-def known_manifest(entries: dict) -> Manifest:
-    """Returns the manifest; files of earlier versions lack the fields that have defaults."""
+    values = {name: entries.pop(name, None) for name in others}
+    require(all(type(values[name]) is hint for name, hint in others.items()), "has a damaged manifest")
     names = {each.name for each in fields(Manifest)}
-    needed = {each.name for each in fields(Manifest) if each.default is MISSING and each.default_factory is MISSING}
-    require(needed <= set(entries) <= names, "lacks fields this version needs, or has others")
-    return Manifest(**entries)
+    require(names == set(entries), "lacks fields that a manifest has, or has others")
+    manifest = Manifest(**entries)
+    check_manifest(manifest)
+    return manifest, values, tensors
 
 
 def pack(cache: RaggedCache, context: Context) -> dict[str, Tensor]:

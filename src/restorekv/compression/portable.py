@@ -27,13 +27,15 @@ from restorekv.cache.ragged import RaggedCache
 from restorekv.compression import answers
 from restorekv.compression.chat import conversation_ids
 from restorekv.compression.context_checks import check_around, check_model, check_tensor, require
-from restorekv.compression.context_file import Manifest, read_sealed, refusing
+from restorekv.compression.context_file import Manifest, read_with_manifest, refusing
 from restorekv.errors import CacheFileError, RestoreKVError, raised_as
 from restorekv.model import support
 from restorekv.model.prompt import Context
 from restorekv.model.shape import decoder
+from restorekv.seal import FileKind
 
-FORMAT, VERSION = "restorekv-portable", "1"
+FIX = "make it with restorekv export"
+KIND = FileKind("restorekv-portable", "2", "a portable cache of restorekv", FIX)
 SHIFTABLE = ("default", "linear", "yarn", "llama3")  # kinds of RoPE whose frequencies do not change with the length
 MARK = 4  # ids at the start that tell placeholders from a text
 FIRST_ID = 64  # placeholders leave out the lowest ids, where control tokens often are
@@ -103,14 +105,13 @@ class Portable:
         said = answers.ask(model, tokenizer, self.context, cache, several, max_new_tokens)
         return said[0] if isinstance(questions, str) else said
 
-    def save(self, path: str | Path, key: bytes | None = None) -> None:
+    def save(self, path: str | Path) -> None:
         """Writes one safetensors file, or nothing."""
         beside = {"suffix_text": self.context.suffix_text, "vocabulary": self.vocabulary}
         described = {**self.manifest.described(), **beside}
-        metadata = {"format": FORMAT, "version": VERSION, "manifest": json.dumps(described)}
         tensors = {"keys": self.keys, "values": self.values, "ids": self.ids, "suffix_ids": self.context.suffix}
         with raised_as(CacheFileError):
-            seal.write(Path(path), {name: x.cpu().contiguous() for name, x in tensors.items()}, metadata, key)
+            seal.write(Path(path), KIND, tensors, {"manifest": json.dumps(described)})
 
 
 def portable(model: PreTrainedModel, context: Context, cache: RaggedCache, manifest: Manifest) -> Portable:
@@ -159,7 +160,7 @@ def check_layout(model: PreTrainedModel, rotary: torch.nn.Module) -> None:
 
 def mark(vocabulary: int) -> list[int]:
     """Returns the MARK ids with which the placeholders of every document begin."""
-    return numbered(FORMAT.encode(), MARK, vocabulary)
+    return numbered(KIND.format.encode(), MARK, vocabulary)
 
 
 def numbered(seed: bytes, count: int, vocabulary: int) -> list[int]:
@@ -169,10 +170,11 @@ def numbered(seed: bytes, count: int, vocabulary: int) -> list[int]:
     return [first + number % (vocabulary - first) for number in numbers]
 
 
-def load_portable(path: str | Path, model: PreTrainedModel | None = None, key: bytes | None = None) -> Portable:
+def load_portable(path: str | Path, model: PreTrainedModel | None = None) -> Portable:
     """Reads what `Portable.save` wrote, onto the model's device; refuses anything else, and another model."""
     with refusing(path, "export it again"):
-        manifest, others, tensors = read_sealed(path, check_format, {"suffix_text": str, "vocabulary": int}, key)
+        extra = {"suffix_text": str, "vocabulary": int}
+        manifest, others, tensors = read_with_manifest(path, KIND, extra)
         check_contents(tensors, manifest, others["vocabulary"], others["suffix_text"])
         none = torch.zeros(1, 0, dtype=torch.long)
         context = Context(none, 0, tensors["suffix_ids"], others["suffix_text"], manifest.between)
@@ -182,12 +184,6 @@ def load_portable(path: str | Path, model: PreTrainedModel | None = None, key: b
         return stored
     check_model(path, manifest, model)
     return replace(stored, keys=stored.keys.to(model.device), values=stored.values.to(model.device))
-
-
-def check_format(metadata: dict[str, str], what: str) -> None:
-    """Refuses files of other kinds and versions."""
-    if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
-        raise CacheFileError(f"{what} is no portable cache of version {VERSION}; make it with restorekv export.")
 
 
 def check_contents(tensors: dict[str, Tensor], manifest: Manifest, vocabulary: int, suffix_text: str) -> None:

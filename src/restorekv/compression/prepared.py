@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression import allocate
 from restorekv.compression.allocate import GLOBAL, Allocation
-from restorekv.compression.budget import ON_SMALL_BUDGET, PREFIX_POLICIES, Budget, OnSmallBudget, PrefixPolicy, to_file
+from restorekv.compression.budget import ON_SMALL_BUDGET, PREFIX_POLICIES, Budget, OnSmallBudget, PrefixPolicy
 from restorekv.errors import BudgetError, RestoreKVError, one_of
 from restorekv.model import attention
 from restorekv.model.prefill import read_only_view
@@ -64,7 +64,7 @@ class CompressionConfig:
 
     def described(self) -> dict[str, str | int]:
         """Returns the settings as results and files hold them."""
-        return to_file({**vars(self), "allocation": self.allocation.spec})
+        return {**vars(self), "allocation": self.allocation.spec}
 
     def columns(self, context: Context) -> int:
         """T_b: the columns that compete for the budget."""

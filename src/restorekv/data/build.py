@@ -22,7 +22,7 @@ from restorekv.files import alone, write_json
 from restorekv.seal import file_digest
 from restorekv.tiny.suite import documents as suite
 
-TESTED = 156  # documents of the bundled suite that docs/table1.md is measured on; the demo asks the first 52
+TESTED = 156  # documents of the tiny suite that docs/table1.md is measured on; the demo asks the first 52
 # What other benchmarks ask and ships. Factbook countries share lists of treaties: tasks/splits.py parts those by name.
 TEXTS = Path(__file__).parents[1] / "tasks" / "texts"
 SHIPPED = [str(TEXTS / name) for name in ("fairytaleqa", "novels", "share-alike")]
@@ -78,8 +78,8 @@ def build(
 
 
 def kept_out(tokenizer: Tokenizer, exclude: Sequence[str], share: float) -> Evaluations:
-    """Returns the texts of the bundled suite, of other benchmarks that ship, and of the files or folders `exclude`."""
-    tests = ((f"bundled suite, document {number}", made.text) for number, made in enumerate(suite(tokenizer, TESTED)))
+    """Returns the texts of the tiny suite, of other benchmarks that ship, and of the files or folders `exclude`."""
+    tests = ((f"tiny suite, document {number}", made.text) for number, made in enumerate(suite(tokenizer, TESTED)))
     return Evaluations(chain(tests, evaluation_texts([*SHIPPED, *exclude])), share)
 
 

@@ -16,9 +16,9 @@ MAY_BE_ZERO = {
 }  # fmt: skip
 
 
-def setting(default: object, help: str, *flags: str) -> Any:
-    """Returns a dataclass field whose `help` is that of its option; `flags` replace the option's default name."""
-    return field(default=default, metadata={"help": help, "flags": flags})
+def setting(default: object, help: str) -> Any:
+    """Return a dataclass field whose `help` is that of its option."""
+    return field(default=default, metadata={"help": help})
 
 
 def require_at_least(least: int, config: object, names: Iterable[str]) -> None:
@@ -76,9 +76,9 @@ class BuildConfig:
     question_characters: int = setting(10, "Shorter questions are dropped.")
     least_answer: int = setting(4, "Answers with fewer tokens, not counting the EOS, are dropped.")
     licenses: str = setting(
-        "cc-by-4.0,cc-by-3.0,cc0-1.0,public-domain", "Licenses that papers may have, separated by commas.",
-        "--licenses", "--licences",
-    )  # fmt: skip
+        "cc-by-4.0,cc-by-3.0,cc0-1.0,public-domain",
+        "Licenses that papers may have, separated by commas.",
+    )
     overlap: float = setting(0.1, "Documents that share at least this fraction of 13-grams with a test are refused.")
     seed: int = setting(0, "Seed for drawing chunks of books.")
 

@@ -21,7 +21,6 @@ from restorekv.files import check_not_link, read_json, write_json
 from restorekv.model.load import model_fingerprint, model_name, rope_fingerprint
 from restorekv.model.prompt import template_hash
 from restorekv.model.tokenize import text_ids
-from restorekv.restore.adapter_file import renamed_keys
 
 FORMAT, VERSION, NAME = "restorekv-data", 1, "manifest.json"
 RECORD, PARTS, LOCK = "build.json", "parts", ".build.json.lock"
@@ -61,7 +60,7 @@ def read_manifest(folder: Path) -> dict:
         fix = "finish it with restorekv data build --resume" if unfinished else "give a folder of restorekv data build"
         raise RestoreKVError(f"There is no {path}; {fix}.")
     try:
-        manifest = renamed_keys(read_json(path, "It"))
+        manifest = read_json(path, "It")
         number, known = manifest["version"], manifest["format"] == FORMAT and {"model", "sources"} <= set(manifest)
     except (RestoreKVError, KeyError, TypeError) as error:
         raise RestoreKVError(f"{path} is damaged or not a manifest of restorekv; build the data again.") from error
@@ -118,7 +117,7 @@ def earlier_build(out: Path) -> dict | None:
     if not (out / RECORD).exists():
         return None
     try:
-        record = renamed_keys(read_json(out / RECORD, "The record"))
+        record = read_json(out / RECORD, "The record")
     except RestoreKVError:
         record = None
     if problem_of(Record, record):

@@ -20,7 +20,6 @@ from restorekv.data.self_study import KINDS, PROMPT
 from restorekv.data.sources import ASKED_ONCE, LICENSES
 from restorekv.errors import RestoreKVError
 from restorekv.files import read_bytes, replacing
-from restorekv.restore.adapter_file import renamed_keys
 
 TEXTS = ("source", "document", "context", "kind", "question", "answer", "license")
 NUMBERS = ("context_tokens", "question_tokens", "answer_tokens")
@@ -88,7 +87,7 @@ def read_mixture(
 
 def checked_rows(path: Path, raw: bytes, source: str, limit: int, count: int) -> Iterator[dict]:
     """Yields at most one row more than `count`."""
-    for number, row in enumerate(map(renamed_keys, islice(parquet_rows(path, raw), count + 1)), 1):
+    for number, row in enumerate(islice(parquet_rows(path, raw), count + 1), 1):
         if missing := [name for name in COLUMNS if name not in row]:
             raise RestoreKVError(f"{path} lacks the column {missing[0]}; build the data again.")
         if problem := fault(row, source, limit):

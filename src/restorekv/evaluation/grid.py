@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Self, TypeVar, get_type_hints
 
 from restorekv import tasks
-from restorekv.compression.budget import exact_ratio, from_file, to_file
+from restorekv.compression.budget import exact_ratio
 from restorekv.compression.eviction import make_compressor, shipped_adapter
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.errors import RestoreKVError
 from restorekv.files import has_type
-from restorekv.model.load import BUNDLED, bundled_path, canonical
+from restorekv.model.load import TINY, canonical, tiny_path
 
 Item = TypeVar("Item")
 FULL = "full"
 SHIPPED = ""  # stands for the adapter that ships for an evictor and a model
-ADDED_LATER = {"storage": "model", "streaming": 0}  # left out of files at these values, so that old cells keep names
 IGNORED_BY_FULL = (
     "on_small_budget", "allocation", "restore_from", "offset", "prefix_policy", "restore_tokens", "streaming",
 )  # fmt: skip
@@ -82,13 +81,12 @@ class Cell:
 
     def to_dict(self) -> dict:
         """Returns the fields as files store them."""
-        fields = asdict(self).items()
-        return to_file({key: value for key, value in fields if key not in ADDED_LATER or value != ADDED_LATER[key]})
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, stored: dict) -> Self:
-        """Reads what `to_dict` wrote, in this version or an older one."""
-        cell, hints = cls(**from_file(stored)), get_type_hints(cls)
+        """Reads what `to_dict` wrote."""
+        cell, hints = cls(**stored), get_type_hints(cls)
         if wrong := [name for name, hint in hints.items() if not has_type(getattr(cell, name), hint)]:
             raise TypeError(f"{wrong[0]} has another type")
         return cell
@@ -119,7 +117,7 @@ class Grid:
 
     models: Sequence[str]
     methods: Sequence[tuple[str, str | None]]
-    benchmarks: Sequence[str] = ("bundled",)
+    benchmarks: Sequence[str] = ("tiny",)
     protocols: Sequence[str] = ("kvpress",)
     ratios: Sequence[str] = ("0.4", "0.2", "0.1", "0.05")
     seeds: Sequence[int] = ()
@@ -147,7 +145,7 @@ class Grid:
 
     def shipped(self, model: str, evictor: str) -> str | None:
         """Returns "auto" where an adapter ships for the model and evictor, else None."""
-        name = BUNDLED if Path(model).resolve() == bundled_path("model").resolve() else model
+        name = TINY if Path(model).resolve() == tiny_path("model").resolve() else model
         return "auto" if not self.common.get("offset") and shipped_adapter(name, evictor) else None
 
     def benchmark_specs(self) -> Iterator[str]:

@@ -156,7 +156,7 @@ def command(cell: Cell, facts: Mapping) -> str:
     """Returns everything that the cell was made with as one line of text."""
     if cell.evictor == FULL:
         return "None"
-    keys = ("method", "prefix_policy", "allocation", "restore_from", "offset", "on_tight")
+    keys = ("method", "prefix_policy", "allocation", "restore_from", "offset", "on_small_budget")
     made_with = {key: facts[key] for key in keys} | {"storage": cell.storage, "streaming": cell.streaming}
     made_with |= {"ratio": cell.ratio, "adapter": cell.adapter, **(facts["adapter"] or {})}
     words = ", ".join(f"{key}={value}" for key, value in made_with.items())

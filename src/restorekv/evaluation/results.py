@@ -29,11 +29,11 @@ from restorekv.model.shape import CacheShape
 
 CELLS, CELL, ANSWERS, SECONDS, SUMMARY = "cells", "cell.json", "answers.jsonl", "seconds.jsonl", "summary.json"
 LINES_LIMIT = 1 << 30  # bytes
-# What the files hold at least, by type; older versions wrote fewer figures than this one.
+# What the files hold at least, by type.
 FACTS = dict[str, Any]
 CONVENTIONS = {
     "method": str, "adapter": dict[str, Any] | None, "fingerprint": str, "shape": dict[str, int], "dtype": str,
-    "device": str, "prefix_policy": str, "on_tight": str, "allocation": str, "restore_from": str, "offset": int,
+    "device": str, "prefix_policy": str, "on_small_budget": str, "allocation": str, "restore_from": str, "offset": int,
 }  # fmt: skip
 LINE = {
     "sample": str | int, "tokens": int, "prefix": int, "pairs": float, "pairs_with_prefix": float, "bytes": float,
@@ -174,8 +174,7 @@ def read(path: Path) -> Result:
     file = path / CELL
     try:
         stored = checked(file, read_bytes(file, str(file)), {"cell": dict[str, Any], "facts": FACTS})
-        known = {key: hint for key, hint in CONVENTIONS.items() if key in stored["facts"]}  # older cells lack some
-        require(file, stored["facts"], known)
+        require(file, stored["facts"], CONVENTIONS)
         return Result(path, Cell.from_dict(stored["cell"]), stored["facts"])
     except (ValueError, KeyError, TypeError) as error:
         raise RestoreKVError(f"{path} holds no cell of restorekv ({first_sentence(error)}); remove it.") from error

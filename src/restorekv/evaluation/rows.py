@@ -14,7 +14,16 @@ from restorekv.evaluation.grid import FULL, Cell
 from restorekv.evaluation.results import Result, answers_of
 from restorekv.evaluation.stats import Answer, compared, counted, mean_score, without_loss
 
-CONVENTIONS = ("prefix_policy", "on_tight", "allocation", "restore_from", "offset", "fingerprint", "dtype", "device")
+CONVENTIONS = (
+    "prefix_policy",
+    "on_small_budget",
+    "allocation",
+    "restore_from",
+    "offset",
+    "fingerprint",
+    "dtype",
+    "device",
+)
 CACHE_FIGURES = ("pairs", "pairs_with_prefix", "bytes", "kept", "kept_with_prefix", "samples")
 
 

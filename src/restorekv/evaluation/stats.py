@@ -66,8 +66,7 @@ def compared(answers: Sequence[Answer], base: Sequence[Answer] = (), by_context:
 
 def bounds(figures: Mapping[str, float], of: str = "") -> tuple[float, float] | tuple[None, None]:
     """Returns the interval of a score, or of a "gain_", to be shown: none over fewer than FEW contexts."""
-    contexts = figures.get("contexts", figures["questions"])  # results of version 0.1 lack the former
-    return (None, None) if contexts < FEW else (figures[f"{of}low"], figures[f"{of}high"])
+    return (None, None) if figures["contexts"] < FEW else (figures[f"{of}low"], figures[f"{of}high"])
 
 
 def interval(

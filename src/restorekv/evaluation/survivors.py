@@ -24,9 +24,9 @@ class Survivors:
     manifest: Manifest
 
     @classmethod
-    def of_file(cls, path: Path, key: bytes | None = None) -> Self:
-        """Reads a cache file, with `key` a signed one; needs no model."""
-        stored = read(path, key)
+    def of_file(cls, path: Path) -> Self:
+        """Read a cache file; needs no model."""
+        stored = read(path)
         return cls(stored.cache().kept(stored.context.positions), stored.context, stored.manifest)
 
     @property

@@ -8,7 +8,7 @@ fastkvzip     q_proj.weight (H*G*R, d)  q_proj.bias (H*G*R)  k_proj.weight (H*R,
 kvzap-linear  weight (H, d)  bias (H)
 kvzap-mlp     0.weight (m, d)  0.bias (m)  2.weight (H, m)  2.bias (H)
 
-The header holds the card and a SHA-256 over the card and every tensor.
+The file is sealed (see seal.py); its metadata holds the card.
 """
 
 import json
@@ -17,25 +17,22 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
-import safetensors.torch
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from restorekv import files
-from restorekv.bounds import LARGEST_NUMBER
-from restorekv.errors import GateError, raised_as, shown
-from restorekv.files import has_type, replacing
+from restorekv import seal
+from restorekv.errors import GateError, RestoreKVError, raised_as
+from restorekv.files import has_type, parse_record
 from restorekv.model import base_weights
 from restorekv.model.load import SHIPPING, model_fingerprint, model_name, shipped_path
 from restorekv.model.shape import CacheShape
-from restorekv.seal import SIGNATURE, check_signed, digest, signed_with_key
+from restorekv.seal import FileKind, digest_tensors
 
-FORMAT, VERSION = "restorekv-gate", "1"
 TARGETS = {"fastkvzip": "kvzip", "kvzap-linear": "kvzip+", "kvzap-mlp": "kvzip+"}  # what each kind predicts
 KINDS = tuple(TARGETS)
 MAKE = "make one with restorekv train-gate, or restorekv convert-gate for a published one"
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+FILE = FileKind("restorekv-gate", "2", "a gate of restorekv", MAKE)
 Layer = Mapping[str, Tensor]
 
 
@@ -83,49 +80,33 @@ def write(path: Path, gate: Gate) -> None:
         if not torch.isfinite(tensor).all():
             raise GateError(f"The gate's {name} has numbers that are not finite; train it again with a lower lr.")
     card = json.dumps(asdict(gate.card), sort_keys=True)
-    sha256 = digest(tensors, card)
-    header = {"format": FORMAT, "version": VERSION, "card": card, "sha256": sha256, **signed_with_key(FORMAT, sha256)}
-    with replacing(path) as temporary:
-        temporary.write_bytes(safetensors.torch.save(tensors, header))
+    seal.write(path, FILE, tensors, {"card": card})
 
 
 def read(path: Path) -> Gate:
-    """Reads a gate, once; refuses a file that differs in any way from what `write` wrote."""
-    header, tensors = opened(path)
-    try:
-        intact = digest(tensors, header["card"]) == header["sha256"]
-        card = GateCard(**files.parse_record(header["card"], "The card")) if intact else None
-    except (KeyError, TypeError, ValueError):
-        card = None
-    if card is None:
-        raise GateError(f"The gate {path} is damaged; {MAKE}.")
-    with raised_as(GateError):
-        check_signed(FORMAT, header["sha256"], header.get(SIGNATURE), path)
+    """Read a gate, once; refuse a file that differs in any way from what `write` wrote."""
+    card, tensors = read_card(path)
     check_numbers(path, tensors)
-    return Gate(split(path, tensors), card, digest(tensors, "")[:16])
+    return Gate(split(path, tensors), card, digest_tensors(tensors)[:16])
 
 
-def opened(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Returns header and tensors of a gate file of this version."""
+def read_card(path: Path) -> tuple[GateCard, dict[str, Tensor]]:
+    """Return the card and the tensors of a gate, which are not checked."""
     if path.is_dir() or not path.exists():
         raise GateError(f"There is no gate file {path}; {MAKE}.")
     with raised_as(GateError):
-        header, tensors = files.read_tensors(path, f"The gate {path}")
-    if header.get("format") != FORMAT:
-        raise GateError(f"{path} is a safetensors file but not a gate of restorekv; {MAKE}.")
-    if header.get("version") != VERSION:
-        version = shown(header.get("version"))
-        raise GateError(f"The gate {path} has format version {version}, this restorekv reads {VERSION}.")
-    return header, tensors
+        metadata, tensors = seal.read(path, FILE, f"The gate {path}")
+    try:
+        card = GateCard(**parse_record(metadata["card"], "The card"))
+    except (KeyError, TypeError, RestoreKVError) as error:
+        raise GateError(f"The gate {path} is damaged; {MAKE}.") from error
+    return card, tensors
 
 
 def check_numbers(name: object, tensors: Mapping[str, Tensor]) -> None:
-    """Refuses parameters that are no finite numbers of a kind and size that gates have."""
-    for parameter, tensor in tensors.items():
-        if tensor.dtype not in DTYPES or not torch.isfinite(tensor).all():
-            raise GateError(f"The gate {name} has numbers that are not finite ({shown(parameter)}); {MAKE}.")
-        if tensor.numel() and float(tensor.abs().max()) > LARGEST_NUMBER:
-            raise GateError(f"The gate {name} has numbers beyond {LARGEST_NUMBER:,.0f} ({shown(parameter)}); {MAKE}.")
+    """Refuse parameters that are not finite numbers of a kind and size that gates have."""
+    with raised_as(GateError):
+        seal.check_weights(tensors, f"The gate {name}", MAKE)
 
 
 def split(name: object, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -189,10 +170,10 @@ def shipped(model: PreTrainedModel, kinds: Sequence[str]) -> Path:
     own, similar = base_weights.describe(model), []
     paths = (shipped_path(name, "gates", f"{kind}.safetensors") for kind in kinds for name in SHIPPING)
     for path in filter(Path.is_file, paths):
-        card = json.loads(opened(path)[0]["card"])
-        if card["fingerprint"] == model_fingerprint(model):
+        card = read_card(path)[0]
+        if card.fingerprint == model_fingerprint(model):
             return path
-        if base_weights.similarity(card.get("weights"), own) >= base_weights.ALIKE:
+        if base_weights.similarity(card.weights, own) >= base_weights.ALIKE:
             similar.append(path)
     if similar:
         return similar[0]

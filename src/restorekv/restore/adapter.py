@@ -183,7 +183,7 @@ class RestoreAdapter(nn.Module):
         `between` is the text between document and question.
         """
         own = card_for(self.model, self.restore_tokens)
-        data = adapter_file.renamed_keys(plain(data))
+        data = plain(data)
         self.card = replace(
             self.card, model=own.model, fingerprint=own.fingerprint, local=own.local, weights=own.weights,
             evictor=evictor, prefix_policy=prefix_policy, ratio_range=ratio_range, allocation=allocation,

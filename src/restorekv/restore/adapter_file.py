@@ -22,24 +22,19 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from restorekv import files
-from restorekv.bounds import LARGEST_NUMBER
+from restorekv import files, seal
 from restorekv.errors import AdapterError, first_sentence, raised_as
 from restorekv.files import has_type
 from restorekv.restore.lora import config_of
-from restorekv.seal import SIGNATURE, check_signed, signed_with_key
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 EMBEDDINGS, CARD = "restore_embeddings.safetensors", "restorekv.json"
 README = "README.md"
 FILES = (CARD, CONFIG, WEIGHTS, EMBEDDINGS, README)
 SUMMED = (CONFIG, WEIGHTS, EMBEDDINGS)  # their checksums are in the card
-SUM, KIND = "card_sha256", "restorekv-adapter"
 PENDING = ".replacing"  # new files on the way to their places
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 PREFIX = "base_model.model."  # what PEFT puts before the names of the model's own modules
-VERSION = 1
-RENAMED = {"licence": "license", "licences": "licenses"}  # keys as older files spell them
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -106,13 +101,6 @@ def plain(value: Any) -> Any:
         ) from error
 
 
-def renamed_keys(value: Any) -> Any:
-    """Returns a JSON value with today's keys instead of those that older files use."""
-    if isinstance(value, dict):
-        return {RENAMED.get(key, key): renamed_keys(part) for key, part in value.items()}
-    return [renamed_keys(part) for part in value] if isinstance(value, list) else value
-
-
 def write(folder: Path, stored: Stored, readme: str | None = None) -> None:
     """Replaces an older adapter as a whole; keeps its README.md without a `readme`.
 
@@ -145,9 +133,7 @@ def complete(fresh: Path, stored: Stored, readme: str | None) -> None:
     save_file(lora, fresh / WEIGHTS, metadata={"format": "pt"})
     save_file({"restore_embeddings": stored.embeddings.contiguous()}, fresh / EMBEDDINGS)
     sums = {file: digest((fresh / file).read_bytes()) for file in SUMMED}
-    card = {"version": VERSION, **asdict(stored.card), "sha256": sums}
-    card[SUM] = card_sum(card)
-    card |= signed_with_key(KIND, card[SUM])
+    card = seal.seal_record({"version": VERSION, **asdict(stored.card), "sha256": sums})
     (fresh / CARD).write_text(json.dumps(card, indent=2, sort_keys=True) + "\n")
     if readme is not None:
         (fresh / README).write_text(readme, encoding="utf-8")
@@ -188,7 +174,7 @@ def read(folder: Path) -> Stored:
     with raised_as(AdapterError):
         paths = {file: place(folder, file) for file in SUMMED}
         raw = {CONFIG: files.read_bytes(paths[CONFIG], str(paths[CONFIG]))}
-        raw |= {file: files.read_tensor_bytes(paths[file], str(paths[file])) for file in (WEIGHTS, EMBEDDINGS)}
+        raw |= {file: seal.read_tensor_bytes(paths[file], str(paths[file])) for file in (WEIGHTS, EMBEDDINGS)}
         card = read_card(folder, raw)
         lora = {key.removeprefix(PREFIX): value for key, value in tensors(raw[WEIGHTS], folder / WEIGHTS).items()}
         config = read_config(folder, raw[CONFIG], lora)
@@ -219,17 +205,14 @@ def read_card(folder: Path, raw: dict[str, bytes]) -> Card | None:
     """Returns the card, after it compares the checksums; None where there is no restorekv.json."""
     path = place(folder, CARD)
     if not os.path.lexists(path):
-        check_signed(KIND, "", None, folder)
         return None
     entries = files.read_record(path, str(path))
     try:
-        signature, sealed = entries.get(SIGNATURE), card_sum(entries)
-        if entries.get(SUM, sealed) != sealed:
-            raise ValueError("the checksum does not match")
-        entries = renamed_keys(entries)
         version, sums = entries["version"], entries["sha256"]
         if version != VERSION:
             raise AdapterError(f"{path} has format version {version!r}; this restorekv reads version {VERSION}.")
+        if not seal.is_sealed_record(entries):
+            raise ValueError("the checksum does not match")
         span = entries["ratio_range"]
         card = Card(**{field.name: entries[field.name] for field in fields(Card) if field.name in entries})
         card = replace(card, ratio_range=span and tuple(span))
@@ -238,7 +221,6 @@ def read_card(folder: Path, raw: dict[str, bytes]) -> Card | None:
         if isinstance(error, AdapterError):
             raise
         raise AdapterError(f"{path} is damaged; fetch or train the adapter again.") from error
-    check_signed(KIND, sealed, signature, folder)
     if changed:
         raise AdapterError(f"{folder / changed[0]} is not the file that was saved; fetch or train the adapter again.")
     return card
@@ -246,20 +228,9 @@ def read_card(folder: Path, raw: dict[str, bytes]) -> Card | None:
 
 def tensors(raw: bytes, path: Path) -> dict[str, Tensor]:
     """Returns the tensors of safetensors, never those of a pickle, whatever the file is called."""
-    loaded = files.open_tensors(raw, str(path))[1]
-    if not all(tensor.dtype in DTYPES for tensor in loaded.values()):
-        raise AdapterError(f"{path} holds numbers of another kind than an adapter's; use another adapter.")
-    if not all(torch.isfinite(tensor).all() for tensor in loaded.values()):
-        raise AdapterError(f"{path} holds numbers that are not finite; use another adapter.")
-    if any(tensor.numel() and float(tensor.abs().max()) > LARGEST_NUMBER for tensor in loaded.values()):
-        raise AdapterError(f"{path} holds numbers beyond {LARGEST_NUMBER:,.0f}; use another adapter.")
+    loaded = seal.parse_tensors(raw, str(path))[1]
+    seal.check_weights(loaded, str(path), "use another adapter")
     return loaded
-
-
-def card_sum(card: dict[str, Any]) -> str:
-    """Returns the checksum of a card's other entries; older cards hold none."""
-    others = {key: value for key, value in card.items() if key not in (SUM, SIGNATURE)}
-    return digest(json.dumps(others, sort_keys=True).encode())
 
 
 def digest(raw: bytes) -> str:

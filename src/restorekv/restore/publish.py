@@ -230,7 +230,7 @@ def results_in(path: Path, stored: Stored) -> list[dict]:
 def result(row: dict, rows: list[dict], card: Card) -> dict:
     """Returns a restored cell with the scores of its base and of the full cache, which were asked the same."""
     asked = "model", "fingerprint", "benchmark", "protocol", "dtype"
-    base = "evictor", "ratio", "offset", "on_tight", *CONVENTIONS[:2], *HELD
+    base = "evictor", "ratio", "offset", "on_small_budget", *CONVENTIONS[:2], *HELD
     same = [other for other in rows if all(other[key] == row[key] for key in asked)]
     alone = next(each for each in same if not each["restored"] and all(each[key] == row[key] for key in base))
     full = next(each for each in same if each["evictor"] == "full")

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from restorekv.errors import RestoreKVError, shown
 
-VERSION = 2  # of what the rows mean; 1 hashed the kind of a document and its content without a border between them
+VERSION = 2  # of what the rows mean
 RESERVE = 1 << 16  # bytes
 SCHEMA = """
 create table if not exists files (
@@ -80,7 +80,7 @@ ROWS: dict[str, type[Row]] = {"files": FileRow, "caches": CacheRow, "pending": P
 class Index:
     """The rows of the file `path`; callers hold a lock of their own around every call.
 
-    `made_by` is the version that the rows were found in. Where the disk cannot be written, the rows are read alone.
+    Where the disk cannot be written, the rows are read alone.
     """
 
     def __init__(self, path: Path) -> None:
@@ -100,7 +100,6 @@ class Index:
             raise RestoreKVError(
                 f"The store {path.parent} has a damaged index ({error}); move the whole folder away."
             ) from None
-        self.made_by = self.read("pragma user_version")[0][0] or 1
         try:
             self.check_rows()
         except BaseException:
@@ -182,11 +181,12 @@ class Index:
 
 
 def check_schema(path: Path, disk: sqlite3.Connection) -> set[str]:
-    """Returns the names of the tables; refuses a newer version, and triggers, views and tables of other columns.
+    """Returns the names of the tables; refuses another version, and triggers, views and tables of other columns.
 
     They would compute whatever their author liked with every change.
     """
-    if disk.execute("pragma user_version").fetchone()[0] > VERSION:
+    version = disk.execute("pragma user_version").fetchone()[0]
+    if version > VERSION:
         raise RestoreKVError(
             f"The store {path.parent} was made by a newer version of restorekv; update this one, or choose another "
             "folder with --store."
@@ -198,6 +198,11 @@ def check_schema(path: Path, disk: sqlite3.Connection) -> set[str]:
         if not of_a_key and (kind != "table" or plain(str(sql)) not in own):
             raise foreign(path, f"the {kind} {shown(name)}")
         names.add(name)
+    if names & TABLES and version != VERSION:
+        raise RestoreKVError(
+            f"The store {path.parent} has version {version}, this restorekv reads {VERSION}; choose another folder "
+            "with --store."
+        )
     return names
 
 
@@ -239,11 +244,8 @@ def open_writable(path: Path) -> sqlite3.Connection:
 def load_read_only(path: Path, memory: sqlite3.Connection, problem: sqlite3.Error) -> None:
     """Copies the rows of an index that cannot be written; `problem` says why not. Raises RestoreKVError."""
     for how in ("mode=ro", "mode=ro&immutable=1"):  # immutable: without a lock and without a log beside it
-        log = path.with_name(f"{path.name}-wal")
         if problem.sqlite_errorcode == sqlite3.SQLITE_BUSY:
             break  # another process holds the index
-        if "immutable" in how and log.exists() and log.stat().st_size:
-            continue  # the log of an older version has rows that are not in the index yet
         with suppress(sqlite3.Error):
             disk = sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True, timeout=1)
             try:

@@ -36,9 +36,9 @@ from restorekv.serve.engine import (
     explain_lack,
     settle,
 )
-from restorekv.serve.index import FAILED
+from restorekv.serve.index import FAILED, PROCESSED
 from restorekv.serve.requests import Attached, ChatRequest, conversation
-from restorekv.serve.store import PROCESSED, Store, Upload
+from restorekv.serve.store import Store, Upload
 from restorekv.serve.variants import Variant
 
 LOG = logging.getLogger("restorekv.serve")

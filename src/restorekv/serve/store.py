@@ -11,7 +11,6 @@ index's own reserve, or else removes the file first, whose row the next start re
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import re
@@ -28,10 +27,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from restorekv.errors import RestoreKVError
-from restorekv.files import check_not_link, open_regular, read_bytes, replacing
+from restorekv.files import check_not_link, read_bytes, replacing
 from restorekv.readers.extract import kind_of
 from restorekv.serve.documents import document_hash
-from restorekv.serve.index import FILE, KEY, PROCESSED, UPLOADED, VERSION, Index, Statement
+from restorekv.serve.index import FILE, KEY, UPLOADED, Index
 from restorekv.serve.shared import Shared
 
 LOG = logging.getLogger("restorekv.serve")
@@ -78,8 +77,6 @@ class Store:
         self.index = Index(folder / "index.sqlite")
         try:
             self.remove_links()
-            if self.index.made_by < VERSION:
-                self.rehash()
             self.tidy()
         except BaseException:
             self.index.close()
@@ -95,33 +92,6 @@ class Store:
                     path.unlink()
                 if os.path.lexists(path):
                     raise RestoreKVError(f"{path} is not a regular file; remove it.")
-
-    def rehash(self) -> None:
-        """Names every upload of an older version's store anew, and forgets its caches, which are made again.
-
-        That version gave one name to a text that began with "html" and to a page, so that nothing tells of which of
-        the two a cache was made.
-        """
-        changes: list[Statement] = [("delete from caches", ()), ("delete from pending where key <> ''", ())]
-        uploads = self.index.read("select id, name from files")
-        for own, name in uploads:
-            if self.file(own).exists():
-                sha256 = self.hash_upload(own, name)
-                status = "case status when ? then ? else status end", (PROCESSED, UPLOADED)
-                changes.append((f"update files set sha256 = ?, status = {status[0]} where id = ?",
-                                (sha256, *status[1], own)))  # fmt: skip
-        changes.append((f"pragma user_version = {VERSION}", ()))
-        self.index.change(*changes, late=True)
-        why = "an older version made the store; its uploads are compressed again, and its caches are removed"
-        LOG.warning(json.dumps({"store": str(self.folder), "uploads": len(uploads), "problem": why}))
-
-    def hash_upload(self, own: str, name: str) -> str:
-        """Returns the SHA-256 that names the content of an upload."""
-        digest = document_hash(kind_of(name))
-        with open_regular(self.file(own), f"The upload {own}", follow=False) as file:
-            while piece := file.read(PIECE):
-                digest.update(piece)
-        return digest.hexdigest()
 
     def tidy(self) -> None:
         """Removes files without a row and rows without a file, which sudden death leaves."""

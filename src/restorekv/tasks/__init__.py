@@ -1,8 +1,7 @@
-"""Lists the benchmarks by name. A spec is a name with settings: "ruler:length=8192", "bundled:count=104"."""
+"""Lists the benchmarks by name. A spec is a name with settings: "ruler:length=8192", "tiny:count=104"."""
 
 from restorekv import spec
 from restorekv.tasks.base import Benchmark, Question, Sample
-from restorekv.tasks.bundled import Bundled
 from restorekv.tasks.factbook import Factbook
 from restorekv.tasks.fairytaleqa import FairytaleQA
 from restorekv.tasks.genres import Genres
@@ -13,11 +12,12 @@ from restorekv.tasks.qasper import Qasper
 from restorekv.tasks.ruler.benchmark import Ruler
 from restorekv.tasks.scbench import SCBench
 from restorekv.tasks.squad import HotpotQA, XQuAD
+from restorekv.tasks.tiny import TinySuite
 
 __all__ = ["BENCHMARKS", "Benchmark", "Question", "Sample", "make"]
 
 KINDS = (
-    Bundled, Factbook, FairytaleQA, Genres, HotpotQA, LongBench, LongHealth, Needle, Qasper, Quality, Ruler, SCBench,
+    TinySuite, Factbook, FairytaleQA, Genres, HotpotQA, LongBench, LongHealth, Needle, Qasper, Quality, Ruler, SCBench,
     XQuAD,
 )  # fmt: skip
 BENCHMARKS: dict[str, type[Benchmark]] = {kind.name: kind for kind in KINDS}

@@ -1,4 +1,4 @@
-"""The bundled suite: held-out documents of the bundled world, of 512 to 2,048 tokens.
+"""The tiny suite: held-out documents of the tiny world, of 512 to 2,048 tokens.
 
 Splits share no document: its seed is the text `<split> <seed> <index>`, and training uses other splits only
 ("pretrain ..." in recipes/tiny/examples.py, "restore" in restorekv.train).
@@ -23,7 +23,7 @@ def documents(
 ) -> list[Document]:
     """Returns `count` documents of `low` to `high` ids by `tokenizer`, of kinds in the proportion `SHARES`.
 
-    Lengths count the chat prefix of the bundled template, so that the longest still fits.
+    Lengths count the chat prefix of the tiny template, so that the longest still fits.
     """
     length = measure(tokenizer)
     kinds = [kind for kind, share in zip(KINDS, SHARES, strict=True) for _ in range(share)]

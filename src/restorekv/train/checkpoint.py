@@ -15,16 +15,18 @@ import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv import seal
 from restorekv.errors import RestoreKVError, first_sentence, shown, warn, writing
 from restorekv.files import check_target, parse_record, read_bytes, replacing
 from restorekv.restore.adapter import RestoreAdapter
-from restorekv.train import tensor_file
+from restorekv.seal import FileKind
 from restorekv.train.config import TrainConfig
 from restorekv.train.examples import Example, examples_hash
 from restorekv.train.teacher_cache import facts
 
 FILE, LOG = "checkpoint.safetensors", "loss.csv"
 FIX = "start again in another folder"
+KIND = FileKind("restorekv-checkpoint", "1", "a checkpoint of restorekv", FIX)
 HEADER = "step,loss,lr,seconds\n"
 ROW = re.compile(r"([0-9]{1,9}),[^,]+,[^,]+,[^,]+")
 
@@ -90,7 +92,7 @@ def save(folder: Path, run: Run, step: int) -> None:
     for index, state in run.optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{index}.{name}": value.cpu() for name, value in state.items()}
     metadata = {"config": run.config.text(), "origin": json.dumps(run.origin), "step": str(step)}
-    tensor_file.write(folder / FILE, tensors, metadata)
+    seal.write(folder / FILE, KIND, tensors, metadata, follow=False)
 
 
 @contextmanager
@@ -116,7 +118,7 @@ def restart(folder: Path, run: Run) -> int:
     if not os.path.lexists(path):  # a circle of links is no missing file
         return 0
     what = f"The checkpoint {path}"
-    metadata, tensors = tensor_file.read(path, what, FIX)
+    metadata, tensors = seal.read(path, KIND, what, finite=True)
     try:
         saved, step = TrainConfig.parse(metadata["config"]), int(metadata["step"][:20])
         source = parse_record(metadata["origin"], what)
@@ -151,7 +153,7 @@ def is_state(run: Run, tensors: dict[str, torch.Tensor], step: int) -> bool:
             sizes |= {f"{name}exp_avg": size, f"{name}exp_avg_sq": size, f"{name}step": (kind, ())}
     return (
         1 <= step <= run.config.steps
-        and tensor_file.fit(tensors, sizes)
+        and seal.has_sizes(tensors, sizes)
         and all(1 <= value <= step for name, value in tensors.items() if name.endswith(".step"))
         and all((value >= 0).all() for name, value in tensors.items() if name.endswith(".exp_avg_sq"))
     )

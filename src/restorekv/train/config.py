@@ -82,7 +82,7 @@ class TrainConfig:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Reads what `text` wrote; settings that an older file lacks take their defaults."""
+        """Read what `text` wrote; settings that it lacks take their defaults."""
         hints, values = get_type_hints(cls), parse_json(text, "The settings")
         wrong = [key for key in values if key not in hints or not has_type(values[key], hints[key])]
         if wrong:

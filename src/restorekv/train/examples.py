@@ -23,7 +23,7 @@ from restorekv.tiny.suite import documents
 from restorekv.train.config import TrainConfig
 from restorekv.train.parallel import is_spread
 
-KEYS = ("context", "questions", "answers", "source", "licence", "license", "meta")  # meta: free for the user
+KEYS = ("context", "questions", "answers", "source", "license", "meta")  # meta: free for the user
 
 
 @dataclass(frozen=True)
@@ -62,18 +62,16 @@ def examples_hash(examples: Sequence[Example]) -> str:
     """Returns 16 hex digits of everything but where it was read from; checkpoints hold them."""
     digest = hashlib.sha256()
     for example in examples:
-        names = {"license": "licence"}  # as spelled in the hashes of older checkpoints
-        hashed = {names.get(name, name): value for name, value in asdict(replace(example, where="")).items()}
-        digest.update(json.dumps(hashed).encode())
+        digest.update(json.dumps(asdict(replace(example, where=""))).encode())
     return digest.hexdigest()[:16]
 
 
-def bundled_examples(tokenizer: Tokenizer, count: int, seed: int, low: int, high: int) -> list[Example]:
-    """Returns `count` bundled documents of the split that only the restore pass is trained on."""
+def tiny_examples(tokenizer: Tokenizer, count: int, seed: int, low: int, high: int) -> list[Example]:
+    """Returns `count` documents of the tiny world, of the split that only the restore pass is trained on."""
     return [
         Example(
             document.text, tuple(q.text for q in document.questions), tuple(" " + q.target for q in document.questions),
-            source="bundled world", license="apache-2.0", where=f"bundled document {number}",
+            source="tiny world", license="apache-2.0", where=f"document {number} of the tiny world",
         )
         for number, document in enumerate(documents(tokenizer, count, f"restore {seed}", seed, low, high))
     ]  # fmt: skip
@@ -113,7 +111,7 @@ def from_mixture(folder: Path, model: PreTrainedModel, tokenizer: Tokenizer) -> 
 def from_lines(path: Path) -> list[Example]:
     """Reads lines {"context", "questions"}, with "answers" (one each), "source" and "license" if known."""
     if not path.is_file():
-        raise RestoreKVError(f"There is no training file {path}; give a JSON-lines file, a mixture or 'bundled'.")
+        raise RestoreKVError(f"There is no training file {path}; give a JSON-lines file, a mixture or 'tiny'.")
     examples = [parsed(row, f"{path}, {place}") for place, row in values(path)]
     if not examples:
         raise RestoreKVError(f"The training file {path} has no examples; write one JSON object per line.")
@@ -123,7 +121,7 @@ def from_lines(path: Path) -> list[Example]:
 def parsed(row: Any, where: str) -> Example:
     if problem := fault(row):
         raise RestoreKVError(f"{where} {problem}; fix the line.")
-    license = row.get("license") or row.get("licence")
+    license = row.get("license")
     if license is not None and (license := identifier(license)) not in KNOWN:
         raise RestoreKVError(
             f"{where} has the unknown license {license!r}; give a name as on the Hugging Face hub, or none for a text "
@@ -145,7 +143,7 @@ def fault(row: object) -> str | None:
     lists = ("questions", "answers") if row.get("answers") else ("questions",)
     if missing := [name for name in lists if not isinstance(row.get(name), list) or not row[name]]:
         return f'has no list in "{missing[0]}"'
-    texts = {f'"{name}"': row[name] for name in KEYS[3:6] if row.get(name) is not None}
+    texts = {f'"{name}"': row[name] for name in KEYS[3:5] if row.get(name) is not None}
     texts |= {f'"{name}", number {number}': text for name in lists for number, text in enumerate(row[name], 1)}
     if empty := [place for place, text in texts.items() if not has_text(text)]:
         return f"has no text in {empty[0]}"

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv import evictors
+from restorekv import evictors, seal
 from restorekv.errors import RestoreKVError
 from restorekv.model import support
 from restorekv.model.load import model_fingerprint
@@ -25,8 +25,10 @@ from restorekv.model.observer import LayerView, observe_layers
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context, fit, make_context
 from restorekv.model.shape import CacheShape
-from restorekv.train import tensor_file
+from restorekv.seal import FileKind, Sizes
 
+FIX = "delete that file, then use --resume"
+KIND = FileKind("restorekv-features", "1", "a file of features", FIX)
 Progress = Callable[[int, int, str], None]  # done, total, what
 
 
@@ -81,7 +83,8 @@ def collect(
         origin = hashlib.sha256(json.dumps([facts, context.ids.tolist()]).encode()).hexdigest()[:16]
         if not path.exists():
             columns = sample_columns(context, tokens, f"{seed} {index}")
-            tensor_file.write(path, observe(model, tokenizer, context, target, columns), {"origin": origin})
+            found = observe(model, tokenizer, context, target, columns)
+            seal.write(path, KIND, found, {"origin": origin}, follow=False)
         rows = min(tokens, context.tokens)
         sizes = {
             "hidden": (model.dtype, (rows, shape.layers, shape.hidden)),
@@ -121,12 +124,12 @@ def observe(
     }
 
 
-def read(path: Path, origin: str, sizes: tensor_file.Sizes) -> dict[str, Tensor]:
+def read(path: Path, origin: str, sizes: Sizes) -> dict[str, Tensor]:
     """Reads a context's file; refuses one that was made with other settings."""
-    what, fix = f"The file of features {path}", "delete that file, then use --resume"
-    metadata, tensors = tensor_file.read(path, what, fix)
+    what = f"The file of features {path}"
+    metadata, tensors = seal.read(path, KIND, what, finite=True)
     if metadata.get("origin") != origin:
         raise RestoreKVError(f"{path} is from other data, settings or another model; name another --features.")
-    if not tensor_file.fit(tensors, sizes):
-        raise RestoreKVError(f"{what} holds other tensors than such a file; {fix}.")
+    if not seal.has_sizes(tensors, sizes):
+        raise RestoreKVError(f"{what} holds other tensors than such a file; {FIX}.")
     return tensors

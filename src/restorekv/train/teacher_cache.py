@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from restorekv import seal
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.generate import stop_ids
 from restorekv.compression.prepared import ScoredContext
@@ -28,16 +29,17 @@ from restorekv.model.load import model_fingerprint, rope_fingerprint
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context, make_context, question_ids, template_hash
 from restorekv.model.shape import CacheShape
-from restorekv.train import tensor_file
+from restorekv.seal import FileKind
 from restorekv.train.config import TrainConfig
 from restorekv.train.examples import Example
 from restorekv.train.teacher import Teacher, TeacherTarget
 
-VERSION = 1
+VERSION = 2
 SPARE = 2**30  # bytes of the disk that are left free
 # what a config says about its origin, not about what the model computes
 IRRELEVANT = ("name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "attn_implementation")
 FIX = "delete it to have it computed again"
+KIND = FileKind("restorekv-teacher", "1", "a file of a teacher's cache", FIX)
 Tensors = dict[str, Tensor]
 Check = Callable[[Tensors], bool]
 
@@ -62,7 +64,7 @@ class Store:
             self.write(path, tensors)
             return tensors
         what = f"The cached file {path}"
-        _, tensors = tensor_file.read(path, what, FIX)
+        _, tensors = seal.read(path, KIND, what, finite=True)
         if not whole(tensors):
             raise RestoreKVError(f"{what} is damaged, it holds other tensors than such a file; {FIX}.")
         return tensors
@@ -71,7 +73,6 @@ class Store:
         """Writes an entry unless the disk is nearly full, which it warns of once."""
         if self.full:
             return
-        tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             size, free = sum(value.nbytes for value in tensors.values()), shutil.disk_usage(path.parent).free
@@ -81,7 +82,7 @@ class Store:
                     f"{self.folder} has {free:,} bytes free and at least {SPARE:,} are left to others; the run "
                     f"goes on and writes nothing more there (the next file takes {size:,})."
                 )
-            tensor_file.write(path, tensors, {"format": "pt"})
+            seal.write(path, KIND, tensors, follow=False)
         except OSError as error:
             raise RestoreKVError(f"Cannot write to {self.folder}; choose a writable folder ({error}).") from error
 
@@ -138,11 +139,11 @@ class TeacherCache:
             full = prepared.full
             return {"scores": prepared.scores}
 
-        stored = self.store.get("scores", key, partial(tensor_file.fit, sizes=size), scores)
+        stored = self.store.get("scores", key, partial(seal.has_sizes, sizes=size), scores)
         if self.store_prefill:
             row = (self.model.dtype, (1, shape.heads, context.positions, shape.head_dim))
             rows = {f"{name}.{index}": row for index in range(shape.layers) for name in ("keys", "values")}
-            whole = partial(tensor_file.fit, sizes=rows)
+            whole = partial(seal.has_sizes, sizes=rows)
             entry = self.store.get("prefill", text, whole, lambda: packed(full or prefill(self.model, context.ids)))
             full = unpacked(entry, self.model.device)
         full = prefill(self.model, context.ids) if full is None else full
@@ -218,7 +219,7 @@ def are_targets(tensors: Tensors, asked: Sequence[Tensor], model: PreTrainedMode
         own |= {"hidden": (model.dtype, (tokens, shape.hidden))}
         own |= {f"state.{name}": (model.dtype, (shape.layers, tokens, shape.hidden)) for name in record}
         sizes |= {f"{number}.{name}": size for name, size in own.items()}
-    return tensor_file.fit(tensors, sizes)
+    return seal.has_sizes(tensors, sizes)
 
 
 def from_tensors(tensors: Tensors, count: int, device: torch.device) -> list[TeacherTarget]:

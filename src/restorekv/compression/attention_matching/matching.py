@@ -10,7 +10,7 @@ are the mass y, the output Y and the score of the full cache. For kept keys c_1 
     bias    min_B |M B - y|^2,  M_is = exp(q_i c_s * scale - m_i),  e^-box <= B_s <= e^box,     bias = log B
     values  min_C |X C - Y|^2,  X = softmax_s(q_i c_s * scale + bias_s)
 
-Everything is float32 of model-dtype queries and keys. On the bundled model double precision changes neither fit
+Everything is float32 of model-dtype queries and keys. On the tiny model double precision changes neither fit
 (condition numbers up to 2e4), so it is left to the fallback.
 """
 

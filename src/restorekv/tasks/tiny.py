@@ -1,0 +1,51 @@
+"""The tiny suite as a benchmark: eleven families of questions about documents of the tiny world."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from restorekv.errors import RestoreKVError
+from restorekv.tasks.base import Benchmark, Question, Sample, Tokenizer
+from restorekv.tiny import suite, world
+
+
+@dataclass(frozen=True)
+class TinySuite(Benchmark):
+    """Documents have `low` to `high` ids; `split` names other documents (those of "restore" are for training)."""
+
+    name, title = "tiny", "Tiny suite"
+    data = "generated"
+    license = "Apache-2.0"
+    metric = "share found, letter or token F1 by family"
+
+    count: int = 52
+    low: int = suite.SHORTEST
+    high: int = suite.LONGEST
+    split: str = "test"
+
+    def __post_init__(self) -> None:
+        if self.split.startswith("restore"):
+            raise RestoreKVError(f"The split {self.split!r} is for training; evaluate on another one.")
+        if not 0 < self.low <= self.high:
+            raise RestoreKVError(f"Documents have low to high ids, 0 < low <= high, not {self.low} to {self.high}.")
+        if self.count < 1:
+            raise RestoreKVError("The tiny suite has no end; give count=NUMBER of at least 1.")
+
+    def samples(self, tokenizer: Tokenizer, protocol: str) -> Iterator[Sample]:
+        documents = suite.documents(tokenizer, self.count, self.split, self.seed, self.low, self.high)
+        for index, document in enumerate(documents):
+            questions = (question_of(f"{index}-{turn}", asked) for turn, asked in enumerate(document.questions))
+            yield Sample(str(index), document.text, tuple(questions))
+
+    def score(self, question: Question, prediction: str) -> float:
+        """Returns the share of the answers found, whether the letter is right, or token F1, as the family asks."""
+        target, metric = (str(question.facts[key]) for key in ("target", "metric"))
+        asked = world.Question(question.text, question.answers, target, question.task, metric, question.max_new_tokens)
+        return asked.score(prediction)
+
+    def groups(self) -> Mapping[str, tuple[str, ...]]:
+        return world.GROUPS
+
+
+def question_of(name: str, asked: world.Question) -> Question:
+    facts = {"metric": asked.metric, "target": asked.target}
+    return Question(name, asked.family, asked.text, asked.answers, asked.max_new_tokens, facts=facts)
