@@ -96,6 +96,17 @@ def write_cell(folder: Path, cell: Cell, samples: int = 6, answered: int | None 
     return result
 
 
+def write_scores(folder: Path, cell: Cell, scores: list[list[float]]) -> Result:
+    """A finished cell whose contexts have these scores, question by question."""
+    result = opened(folder, cell, facts_of(cell, len(scores)))
+    for number, own in enumerate(scores):
+        line = line_of(cell, str(number), random.Random(number))
+        answers = [{**answer, "score": score} for answer, score in zip(line["answers"], own, strict=True)]
+        result.append({**line, "answers": answers}, {"ask": 0.1})
+    write_json(result.folder / SUMMARY, summary(result))
+    return result
+
+
 def cells_of(benchmark: str, evictors: tuple[str, ...], ratios: tuple[str, ...], **common: object) -> list[Cell]:
     """The full cache and every evictor alone and restored."""
     cells = [Cell.full(model="tiny", benchmark=benchmark, **common)]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
+from restorekv.evaluation.answers_kept import kept_table
 from restorekv.evaluation.frame import ALL, FULL_CACHE, TASK, GridResults, Row
 from restorekv.evaluation.grid import grouped
 from restorekv.evaluation.stats import FEW, bounds
@@ -135,6 +136,8 @@ def count_gains(rows: Sequence[Row]) -> str:
 
 
 def tables_of(grid: GridResults) -> list[Table]:
-    """Return scores and sizes of every condition, as `restorekv eval` prints them."""
+    """Return scores and sizes of every condition and the answers kept, as `restorekv eval` prints them."""
     by_condition = grouped(grid.rows(), lambda row: row["condition"])
-    return [make(rows) for rows in by_condition.values() for make in (scores_table, held_table)]
+    tables = [make(rows) for rows in by_condition.values() for make in (scores_table, held_table)]
+    kept = kept_table(grid)
+    return [*tables, kept] if kept else tables

@@ -19,6 +19,7 @@ from pandas import DataFrame
 from restorekv import __version__
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import plots
+from restorekv.evaluation.answers_kept import kept_table
 from restorekv.evaluation.charts import Chart
 from restorekv.evaluation.frame import GROUP, TASK, load_grid
 from restorekv.evaluation.grid import grouped
@@ -87,9 +88,11 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
         scores += [Details(f"{condition}: by task", parts)] if parts else []
     charts = [chart for chart in map(plots.plot_scores, by_condition.values()) if chart]
     gains = count_gains(rows) or "No pair of a base and its restored cell is finished yet."
+    kept = kept_table(grid)
     sections = [
         Section("Accuracy against ratio", plots.SCORES, charts),
         Section("Restored next to its base", gains, scores),
+        Section("Answers kept", "", [kept] if kept else []),
         Section("Needle in a haystack", plots.NEEDLES, plots.plot_needles(grid)),
         Section("What the caches held", "", [held_table(own) for own in by_condition.values()]),
         Section("Conventions and versions", "", [conventions_table(grid.results)]),

@@ -54,6 +54,7 @@ class Benchmark(ABC):
     license: ClassVar[str]  # of the data
     metric: ClassVar[str]  # what `score` computes, in words
     data: ClassVar[str]  # where the samples come from; a property if settings decide
+    right_from: ClassVar[float] = 1.0  # the least score of an answer that counts as right
     known_tasks: ClassVar[Sequence[str]] = ()  # that the setting `tasks`, if there is one, may name
 
     count: int = 0

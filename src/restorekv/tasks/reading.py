@@ -33,6 +33,7 @@ class Reading(Benchmark):
     shipped: ClassVar[str]  # path below TEXTS
     source: ClassVar[str]
     metric = "token F1, best over the references"
+    right_from = 0.5  # small models say more than the reference: half of the words in common
 
     path: str = ""
     questions: int = 6

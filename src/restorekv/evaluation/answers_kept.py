@@ -1,0 +1,149 @@
+"""Answers kept: of the questions that the full cache answers right, how many a small cache still does.
+
+A score says how good answers are on average, and mixes what eviction lost with what the model never
+knew. This counts only questions that there was something to lose on. Whether an answer is right is
+decided by the references, with the benchmark's own metric and its `right_from`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from restorekv.evaluation.frame import GridResults
+from restorekv.evaluation.grid import Cell
+from restorekv.evaluation.rows import SeedPool
+from restorekv.evaluation.stats import FEW, weighted_interval
+from restorekv.evaluation.tables import Table, format_percent, make_slug
+
+EVERY = "all texts"
+LENGTHS = (512, 1024, 2048, 4096, 8192)  # tokens of a context, upper ends of the ranges shown
+NOTE = (
+    "Questions that the full cache answers right by the references, and how many of them the small "
+    "cache still does, with 95 % bootstrap intervals over contexts; fewer than "
+    f"{FEW} contexts have none. Restored caches have the very same questions as their base."
+)
+
+
+@dataclass(frozen=True)
+class KeptAnswer:
+    """A question that the full cache answers right, and whether the small cache does.
+
+    Attributes:
+        context: names the context, for the bootstrap.
+        text: the kind of text, which is the benchmark's title.
+        tokens: length of the context.
+        kept: whether the small cache answers right too.
+    """
+
+    context: Hashable
+    text: str
+    tokens: int
+    kept: bool
+
+
+def list_kept_answers(pool: SeedPool, full: SeedPool, title: str) -> list[KeptAnswer]:
+    """Compare a small cache's answers with the full cache's, question by question.
+
+    Args:
+        pool: the cells of the small cache, all of them done.
+        full: the cells of the full cache on the same contexts.
+        title: the name of the kind of text.
+
+    Returns:
+        One entry for each question that the full cache answers right.
+    """
+    right_from = full.benchmark.right_from
+    found = []
+    for sample, line in full.contexts.items():
+        if sample not in pool.contexts:  # another seed was asked of the full cache too
+            continue
+        own = {answer["id"]: answer["score"] for answer in pool.contexts[sample]["answers"]}
+        for answer in line["answers"]:
+            if answer["score"] >= right_from:
+                kept = own[answer["id"]] >= right_from
+                found.append(KeptAnswer((title, sample), title, line["tokens"], kept))
+    return found
+
+
+def count_kept(answers: Sequence[KeptAnswer]) -> dict[str, object]:
+    """Return how many answers there were and are, and the share with its interval over contexts."""
+    contexts = {name: place for place, name in enumerate(dict.fromkeys(each.context for each in answers))}
+    kept = np.zeros(len(contexts))
+    right = np.zeros(len(contexts))
+    for each in answers:
+        kept[contexts[each.context]] += each.kept
+        right[contexts[each.context]] += 1
+    figures: dict[str, object] = {"right": int(right.sum()), "kept": int(kept.sum()), "contexts": len(contexts)}
+    if answers:
+        share, low, high = weighted_interval(kept, right)
+        figures |= {"share": share, "low": low, "high": high}
+    return figures
+
+
+def kept_rows(grid: GridResults) -> Iterator[dict[str, object]]:
+    """Yield a row for every method and ratio: over all texts, by kind of text, and by length.
+
+    Conditions without a finished full cache have no answers to keep and are left out.
+    """
+    for method in grid.methods:
+        by_ratio: dict[float, list[KeptAnswer]] = {}
+        for title, pools, full in _full_caches(grid):
+            for ratio, pool in pools.get(method, {}).items():
+                if pool.done:
+                    by_ratio.setdefault(ratio, []).extend(list_kept_answers(pool, full, title))
+        for ratio, answers in sorted(by_ratio.items(), reverse=True):
+            names = {"method": grid.label_method(method), "ratio": ratio}
+            for part, own in _parts(answers).items():
+                yield names | {"part": part} | count_kept(own)
+
+
+def kept_table(grid: GridResults) -> Table | None:
+    """Return the table of answers kept; None where no question was answered right by a full cache."""
+    rows = [row for row in kept_rows(grid) if row["right"]]
+    if not rows:
+        return None
+    columns: Mapping[str, Callable[[Mapping], str]] = {
+        "texts": lambda row: row["part"],
+        "method": lambda row: row["method"],
+        "r": lambda row: f"{row['ratio']:g}",
+        "right": lambda row: f"{row['right']:,}",
+        "kept": _kept_text,
+        "contexts": lambda row: f"{row['contexts']:,}",
+    }
+    order = {part: place for place, part in enumerate(dict.fromkeys(row["part"] for row in rows))}
+    rows.sort(key=lambda row: order[row["part"]])
+    return Table.from_figures(make_slug("answers", "kept"), "Answers kept", rows, columns, NOTE, (0, 1))
+
+
+def _full_caches(grid: GridResults) -> Iterator[tuple[str, Mapping[Cell | None, Mapping[float, SeedPool]], SeedPool]]:
+    """Yield the title, the pools and the finished full cache of every condition that has one."""
+    for condition, pools in grid.pools.items():
+        full = pools.get(None, {}).get(1.0)
+        if full is not None and full.done:
+            yield grid.label_condition(condition), pools, full
+
+
+def _parts(answers: Sequence[KeptAnswer]) -> dict[str, list[KeptAnswer]]:
+    """Return the answers over all texts, by kind of text if there are several, and by length."""
+    parts = {EVERY: list(answers)}
+    titles = list(dict.fromkeys(each.text for each in answers))
+    for title in titles if len(titles) > 1 else ():
+        parts[title] = [each for each in answers if each.text == title]
+    lowest = 0
+    for highest in LENGTHS:
+        own = [each for each in answers if lowest < each.tokens <= highest]
+        if own and len(own) < len(answers):
+            parts[f"{lowest + 1:,} to {highest:,} tokens"] = own
+        lowest = highest
+    return parts
+
+
+def _kept_text(row: Mapping) -> str:
+    """Return the number kept, the share, and the interval where there are contexts enough."""
+    text = f"{row['kept']:,} ({format_percent(row['share'], 0)})"
+    if row["contexts"] < FEW:
+        return text
+    return f"{text}, {format_percent(row['low'], 0)} to {format_percent(row['high'], 0)}"

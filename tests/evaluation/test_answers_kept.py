@@ -1,0 +1,86 @@
+"""Answers kept: which questions count, what is counted of them, and intervals over contexts."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from restorekv import tasks
+from restorekv.evaluation.answers_kept import EVERY, KeptAnswer, _parts, count_kept, kept_rows, kept_table
+from restorekv.evaluation.frame import load_grid
+from restorekv.evaluation.grid import Cell
+from tests.helpers.report_world import write_scores
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Six contexts of three questions: the full cache knows two of the three, the small cache half of them."""
+    base = Cell("tiny", "tiny:count=6", "kvzip", "0.1")
+    write_scores(tmp_path, Cell.full(model="tiny", benchmark="tiny:count=6"), [[1, 1, 0]] * 6)
+    write_scores(tmp_path, base, [[1, 0, 1]] * 3 + [[0, 1, 1]] * 3)
+    write_scores(tmp_path, replace(base, adapter="auto"), [[1, 1, 0]] * 5 + [[0, 0.99, 0]])
+    return tmp_path
+
+
+def test_only_what_the_full_cache_knew_counts(run):
+    found = {(row["method"], row["part"]): row for row in kept_rows(load_grid(run))}
+    base, restored = found["KVzip", EVERY], found["KVzip + RestoreKV", EVERY]
+    assert (base["right"], base["kept"], base["contexts"]) == (12, 6, 6)
+    assert (base["share"], base["low"], base["high"]) == (0.5, 0.5, 0.5)
+    assert (restored["right"], restored["kept"]) == (12, 10), "an answer that is almost right is not right"
+
+
+def test_the_table_says_how_many(run):
+    table = kept_table(load_grid(run))
+    rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    first = next(row for row in rows if row["texts"] == EVERY)
+    assert first["kept"].startswith("6 (50 %), 50 %")
+    assert len(table.figures) == len(table.rows)
+
+
+def test_a_run_without_a_full_cache_has_no_table(tmp_path):
+    write_scores(tmp_path, Cell("tiny", "tiny:count=6", "kvzip", "0.1"), [[1, 1, 1]] * 6)
+    assert kept_table(load_grid(tmp_path)) is None
+
+
+def test_a_full_cache_that_knows_nothing_has_no_table(tmp_path):
+    write_scores(tmp_path, Cell.full(model="tiny", benchmark="tiny:count=6"), [[0, 0, 0]] * 6)
+    write_scores(tmp_path, Cell("tiny", "tiny:count=6", "kvzip", "0.1"), [[1, 1, 1]] * 6)
+    assert kept_table(load_grid(tmp_path)) is None
+
+
+def test_the_interval_is_that_of_a_bootstrap_over_contexts():
+    """An independent bootstrap, context by context, comes to the same interval."""
+    rng = np.random.default_rng(0)
+    contexts = [(rng.integers(1, 6), rng.random()) for _ in range(60)]
+    answers = [
+        KeptAnswer(name, "text", 500, bool(rng.random() < chance))
+        for name, (count, chance) in enumerate(contexts)
+        for _ in range(count)
+    ]
+    figures = count_kept(answers)
+    by_context = [[each.kept for each in answers if each.context == name] for name in range(60)]
+    shares = []
+    for _ in range(4000):
+        drawn = [kept for place in rng.integers(0, 60, 60) for kept in by_context[place]]
+        shares.append(np.mean(drawn))
+    low, high = np.percentile(shares, (2.5, 97.5))
+    assert figures["share"] == pytest.approx(np.mean([each.kept for each in answers]))
+    assert (figures["low"], figures["high"]) == (pytest.approx(low, abs=0.02), pytest.approx(high, abs=0.02))
+
+
+def test_free_answers_are_right_from_half_of_the_words():
+    assert tasks.make("xquad").right_from == tasks.make("fairytaleqa").right_from == 0.5
+    assert tasks.make("ruler").right_from == 1
+
+
+def test_kinds_of_text_and_lengths_are_told_apart():
+    answers = [
+        KeptAnswer(1, "RULER", 400, True),
+        KeptAnswer(2, "XQuAD", 900, False),
+        KeptAnswer(3, "XQuAD", 1024, True),
+    ]
+    counts = {part: (len(own), sum(each.kept for each in own)) for part, own in _parts(answers).items()}
+    assert counts == {
+        EVERY: (3, 2), "RULER": (1, 1), "XQuAD": (2, 1), "1 to 512 tokens": (1, 1), "513 to 1,024 tokens": (2, 1),
+    }  # fmt: skip
