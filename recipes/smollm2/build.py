@@ -1,14 +1,17 @@
 """Make everything that ships for SmolLM2 in src/restorekv/smollm2: data, the gate, restore adapters. Resumable.
 
     make smollm2     or     python recipes/smollm2/build.py runs/smollm2 [--anew | --install-only | --per-head]
+    python recipes/smollm2/build.py runs/smollm2 --corpus CORPUS [--shards 1 2]
 
-The training data stands beside this file; --anew makes it again. Two processes with one thread each take hours on two
+The training data stands beside this file; --anew makes the passages of stories and novels again, --corpus the shards of
+the corpus of many genres, whose folder it names, and nothing else. Two processes with one thread each take hours on two
 cores. What ships was trained in several goes; docs/LOG.md says how.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -17,6 +20,8 @@ from pathlib import Path
 
 import torch
 
+from restorekv.data.corpus import TRAINING
+from restorekv.data.files import rows
 from restorekv.evictors import gate_file
 from restorekv.model import base_weights
 from restorekv.model.load import SMOLLM2, SMOLLM2_ID, load_model, shipped_path
@@ -29,6 +34,12 @@ DATA = {  # folder: how it is built
     "stories": "--story-passages 109 --novel-passages 0 --section-passages 0 --invented 0.3",
     "novels": "--story-passages 0 --novel-passages 84 --section-passages 12 --per-novel 6 --invented 0.8 --questions 3",
 }
+SHARDS = 8  # of the corpus, 320 passages each; a shard takes about 90 minutes of one core
+CORPUS = (
+    "--mixture", "corpus", "--corpus-passages", "320", "--passage-shortest", "300", "--passage-longest", "4000",
+    "--longest", "4000", "--made", "0.15", "--questions", "4", "--answer-tokens", "96", "--short-answer-tokens", "40",
+    "--question-tokens", "48", "--least-answer", "1", "--loop", "16", "--wording", WORDING,
+)  # fmt: skip
 GATE = ("--kind", "fastkvzip", "--count", "68", "--tokens", "300", "--steps", "500", "--batch", "500")
 SHAPE = ("--restore-tokens", "4", "--rank", "12", "--alpha", "24")
 RATIOS = ("--ratio-law", "log-uniform", "--ratio-min", "0.03", "--ratio-max", "0.3")
@@ -61,10 +72,25 @@ def data(folder: Path) -> None:
     ))  # fmt: skip
 
 
+def corpus(folder: Path, source: Path, shards: list[int]) -> None:
+    """Build shards of the corpus, two at a time; its development passages are kept out by their words too."""
+    held_out = folder / "development.jsonl"
+    texts = [row["text"] for row in rows(str(source), {}) if row.get("split") not in (None, TRAINING)]
+    held_out.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
+    missing = [shard for shard in shards if not (folder / "data" / f"corpus-{shard}" / "manifest.json").exists()]
+    for first in range(0, len(missing), 2):
+        finish(*(
+            restorekv("data", "build", *CORPUS, "--model", SMOLLM2, "--corpus", str(source), "--exclude", str(held_out),
+                      "--part", f"{shard}/{SHARDS}", "--resume", "--out", str(folder / "data" / f"corpus-{shard}"))
+            for shard in missing[first : first + 2]
+        ))  # fmt: skip
+
+
 def data_flags(folder: Path) -> list[str]:
     """Return the data as flags: what was built in `folder`, or what stands beside this file."""
     place = folder / "data" if (folder / "data").exists() else READY
-    return [part for name in DATA for part in ("--data", str(place / name))]
+    complete = sorted(path.parent for path in place.glob("*/manifest.json"))
+    return [part for path in complete for part in ("--data", str(path))]
 
 
 def gate(folder: Path) -> Path:
@@ -133,8 +159,14 @@ def main() -> None:
     parser.add_argument("--anew", action="store_true", help="Make the training data again.")
     parser.add_argument("--install-only", action="store_true", help="Copy what there is; train nothing.")
     parser.add_argument("--per-head", action="store_true", help="Train for one length in all heads instead.")
+    parser.add_argument("--corpus", type=Path, help="Make the data of this corpus instead.")
+    shards = range(1, SHARDS + 1)
+    parser.add_argument("--shards", type=int, nargs="+", default=[*shards], choices=shards, help="Of the corpus.")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
+    if options.corpus:
+        corpus(options.folder, options.corpus, options.shards)
+        return
     if options.per_head:
         per_head(options.folder)
     elif not options.install_only:
