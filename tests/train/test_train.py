@@ -24,6 +24,7 @@ from restorekv.train.examples import (
     Example,
     StepSample,
     check_lengths,
+    own_samples,
     read_examples,
     sample_step,
     sources,
@@ -425,3 +426,32 @@ def test_the_weight_of_a_step_rises_with_its_ratio():
     flat, steep = replace(CONFIG, ratio_max=0.5), replace(CONFIG, ratio_max=0.5, ratio_weight=1.0)
     assert ratio_weight(flat, 0.05) == 1
     assert ratio_weight(steep, 0.05) == pytest.approx(0.1) and ratio_weight(steep, 0.5) == 1
+
+
+def test_draws_read_a_context_once(tiny_tokenizer, tmp_path, monkeypatch):
+    """Several ratios of one context have the gradient of as many contexts that are read anew."""
+    model = build_model("llama")
+    reads = []
+    plain = TeacherCache.prepared
+
+    def counted(self, context, eviction):
+        reads.append(context.tokens)
+        return plain(self, context, eviction)
+
+    monkeypatch.setattr(TeacherCache, "prepared", counted)
+    config = replace(CONFIG, keep=0, contexts=1, draws=3, steps=2)
+    train(model, tiny_tokenizer, EXAMPLES, config, tmp_path / "run")
+    assert len(reads) == 2, "one context a step; the check before the first step read its context for it"
+    samples = sample_step(config, 1, EXAMPLES)
+    assert len(samples) == 3 and len({sample.index for sample in samples}) == 1
+    assert len({sample.ratio for sample in samples}) == 3
+    assert sample_step(replace(config, draws=1), 1, EXAMPLES)[0] == samples[0]
+
+
+def test_processes_share_contexts_and_not_draws():
+    config = replace(CONFIG, contexts=2, draws=3)
+    samples = sample_step(config, 0, EXAMPLES, processes=2)
+    shares = [own_samples(samples, 3, rank, 2) for rank in range(2)]
+    assert sorted(map(repr, shares[0] + shares[1])) == sorted(map(repr, samples))
+    for share in shares:
+        assert [share[0].index] * 3 == [sample.index for sample in share[:3]] and len(share) == 6

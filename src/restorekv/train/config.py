@@ -17,7 +17,16 @@ from restorekv.train.loss import ATTENTION, DIRECTIONS, HIDDEN, REDUCTIONS, Dire
 
 RatioLaw = Literal["uniform", "log-uniform"]
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-AT_LEAST_ONE = ("restore_tokens", "rank", "steps", "contexts", "questions", "max_new_tokens", "checkpoint_every")
+AT_LEAST_ONE = (
+    "restore_tokens",
+    "rank",
+    "steps",
+    "contexts",
+    "questions",
+    "draws",
+    "max_new_tokens",
+    "checkpoint_every",
+)
 AT_LEAST_ZERO = (
     "alpha", "lr", "weight_decay", "warmup", "clip", "keep", "hidden_weight", "attention_weight", "ratio_weight",
 )  # fmt: skip
@@ -50,6 +59,9 @@ class TrainConfig:
     steps: int = setting(5000, "Optimizer steps.")
     contexts: int = setting(1, "Contexts per process and step; their gradients are averaged.")
     questions: int = setting(4, "Maximum number of questions per context and step.")
+    draws: int = setting(
+        1, "Ratios, each with its own questions, that every context of a step is evicted to; reading it costs once."
+    )
     ratio_min: float = setting(0.025, "Lowest compression ratio drawn.")
     ratio_max: float = setting(0.25, "Highest compression ratio drawn.")
     ratio_law: RatioLaw = setting("uniform", "uniform, or log-uniform, which draws low ratios more often.")

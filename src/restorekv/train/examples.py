@@ -171,7 +171,10 @@ class StepSample:
 
 
 def sample_step(config: TrainConfig, step: int, examples: list[Example], processes: int = 1) -> list[StepSample]:
-    """Returns the samples of `step` for all processes, which seed and step alone decide; every epoch shuffles anew."""
+    """Returns the samples of `step` for all processes, which seed and step alone decide; every epoch shuffles anew.
+
+    The `config.draws` samples of a context follow each other and share its evictor.
+    """
     rng = random.Random(f"step {config.seed} {step}")
     count = config.contexts * processes
     evictors = len(split_specs(config.evictor))
@@ -181,12 +184,21 @@ def sample_step(config: TrainConfig, step: int, examples: list[Example], process
         order = list(range(len(examples)))
         random.Random(f"order {config.seed} {epoch}").shuffle(order)
         asked = range(len(examples[order[place]].questions))
-        questions = tuple(rng.sample(asked, min(config.questions, len(asked))))
-        ratio = f"{sample_ratio(config, rng):.6f}"
-        tokens = rng.randint(1, config.restore_tokens) if config.nested else config.restore_tokens
+        drawn = []
+        for _ in range(config.draws):
+            questions = tuple(rng.sample(asked, min(config.questions, len(asked))))
+            ratio = f"{sample_ratio(config, rng):.6f}"
+            tokens = rng.randint(1, config.restore_tokens) if config.nested else config.restore_tokens
+            drawn.append((questions, ratio, tokens))
         evictor = rng.randrange(evictors) if evictors > 1 else 0
-        samples.append(StepSample(order[place], questions, ratio, tokens, evictor))
+        samples += [StepSample(order[place], *each, evictor) for each in drawn]
     return samples
+
+
+def own_samples(samples: Sequence[StepSample], draws: int, rank: int, processes: int) -> list[StepSample]:
+    """Returns one process' share of a step: whole contexts, with all their draws."""
+    contexts = [samples[first : first + draws] for first in range(0, len(samples), draws)]
+    return [sample for context in contexts[rank::processes] for sample in context]
 
 
 def sample_ratio(config: TrainConfig, rng: random.Random) -> float:

@@ -30,7 +30,7 @@ from restorekv.train import checkpoint
 from restorekv.train.checkpoint import Run
 from restorekv.train.checks import check
 from restorekv.train.config import TrainConfig, learning_rate
-from restorekv.train.examples import Example, StepSample, check_lengths, sample_step, sources
+from restorekv.train.examples import Example, StepSample, check_lengths, own_samples, sample_step, sources
 from restorekv.train.loss import answer_pass, from_hidden, matching, reduced
 from restorekv.train.parallel import SINGLE_PROCESS, ProcessGroup
 from restorekv.train.teacher import TeacherTarget
@@ -144,7 +144,8 @@ def first_step(
     start = checkpoint.restart(folder, run) if resume else 0
     if resume and not start:
         notice(f"There is no checkpoint in {folder}; starting from the beginning.")
-    sample = sample_step(run.config, start, teachers.examples, group.size)[group.rank]
+    samples = sample_step(run.config, start, teachers.examples, group.size)
+    sample = own_samples(samples, run.config.draws, group.rank, group.size)[0]
     with group.join_uneven(teachers.model):
         notice(str(check(run.adapter, teachers, sample)))
     return start
@@ -153,7 +154,8 @@ def first_step(
 def add_gradients(run: Run, teachers: TeacherCache, step: int, group: ProcessGroup) -> float:
     """Adds the clipped mean gradient of `config.contexts` contexts of every process; returns the mean loss."""
     config, parameters = run.config, run.optimizer.param_groups[0]["params"]
-    samples = sample_step(config, step, teachers.examples, group.size)[group.rank :: group.size]
+    samples = sample_step(config, step, teachers.examples, group.size)
+    samples = own_samples(samples, config.draws, group.rank, group.size)
     total = 0.0
     for sample in samples:
         with group.join_uneven(teachers.model):

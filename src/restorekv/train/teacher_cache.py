@@ -42,6 +42,7 @@ FIX = "delete it to have it computed again"
 KIND = FileKind("restorekv-teacher", "1", "a file of a teacher's cache", FIX)
 Tensors = dict[str, Tensor]
 Check = Callable[[Tensors], bool]
+Prepared = tuple[ScoredContext, list[TeacherTarget]]
 
 
 @dataclass
@@ -108,19 +109,25 @@ class TeacherCache:
         self.teacher = Teacher(model, tokenizer, config.max_new_tokens, tuple(config.state_weights()))
         self.store_prefill = store_prefill
         self.store = None if store is None else Store(store, facts(model, tokenizer))
-        self.kept: dict[tuple[int, int], tuple[ScoredContext, list[TeacherTarget]]] = {}
+        self.kept: dict[tuple[int, int], Prepared] = {}
+        self.latest: tuple[tuple[int, int], Prepared] | None = None  # the context that further draws ask for
         support.install(model)
 
     @torch.no_grad()
-    def get(self, index: int, evictor: int = 0) -> tuple[ScoredContext, list[TeacherTarget]]:
+    def get(self, index: int, evictor: int = 0) -> Prepared:
         """Returns the context and its targets, scored by the run's evictor of that index."""
         if (index, evictor) in self.kept:
             return self.kept[index, evictor]
+        if self.latest and self.latest[0] == (index, evictor):
+            return self.latest[1]
+        self.latest = None  # frees its full cache before the next one is made
         example = self.examples[index]
         prepared = self.prepared(make_context(self.tokenizer, example.context), self.evictions[evictor])
         targets = self.targets(prepared, example)
         if len(self.kept) < self.config.keep:
             self.kept[index, evictor] = prepared, targets
+        elif self.config.draws > 1:
+            self.latest = (index, evictor), (prepared, targets)
         return prepared, targets
 
     def prepared(self, context: Context, eviction: Eviction) -> ScoredContext:
