@@ -26,11 +26,12 @@ LONGEST_LINE = 1 << 28  # bytes
 
 
 def optional(name: str, extra: str = "data") -> ModuleType:
-    """Imports a package that only the extra `extra` installs."""
+    """Imports a package that only the extra `extra` installs, or a module of ours that needs one."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise RestoreKVError(f"This needs the package {name}; install 'restorekv[{extra}]'.") from error
+        missing = error.name or name
+        raise RestoreKVError(f"This needs the package {missing}; install 'restorekv[{extra}]'.") from error
 
 
 def suffix(path: Path) -> str:

@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.data.config import BuildConfig
 from restorekv.data.documents import Document, DropRow
+from restorekv.data.files import optional
 from restorekv.data.overlap import Evaluations, words
-from restorekv.data.schema import Attempted, problem_of
 from restorekv.data.self_study import SelfStudy
 from restorekv.data.sources import Source
 from restorekv.errors import RestoreKVError
@@ -42,7 +42,8 @@ class Attempts:
         complete = content[: content.rfind(b"\n") + 1]
         try:
             self.done = [parse_json(line, str(path)) for line in complete.split(b"\n")[:-1]]
-            if any(problem_of(Attempted, line) for line in self.done):
+            schema = optional("restorekv.data.schema")
+            if any(schema.problem_of(schema.Attempted, line) for line in self.done):
                 raise ValueError("a line has other entries")
         except ValueError as error:
             raise RestoreKVError(f"{path} is damaged; delete it to ask its contexts again.") from error

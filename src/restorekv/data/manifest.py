@@ -10,12 +10,13 @@ import platform
 import shutil
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import __version__
-from restorekv.data.schema import Manifest, Record, problem_of
+from restorekv.data.files import optional
 from restorekv.errors import RestoreKVError, shown
 from restorekv.files import check_not_link, read_json, write_json
 from restorekv.model.load import model_fingerprint, model_name, rope_fingerprint
@@ -70,7 +71,7 @@ def read_manifest(folder: Path) -> dict:
         raise RestoreKVError(
             f"{path} has version {shown(number)}, not {VERSION}; use another restorekv or build again."
         )
-    if problem := problem_of(Manifest, manifest):
+    if problem := _schema().problem_of(_schema().Manifest, manifest):
         raise RestoreKVError(f"{path} is damaged ({problem}); build the data again.")
     return manifest
 
@@ -120,7 +121,7 @@ def earlier_build(out: Path) -> dict | None:
         record = read_json(out / RECORD, "The record")
     except RestoreKVError:
         record = None
-    if problem_of(Record, record):
+    if _schema().problem_of(_schema().Record, record):
         raise RestoreKVError(f"{out / RECORD} is damaged or not written by restorekv; build into another folder.")
     return record
 
@@ -186,3 +187,8 @@ def files_of(source: dict) -> list[dict]:
 def listed(files: list[dict]) -> str:
     names = [f"{file['name']} {file['sha256'][:8]}" for file in files]
     return " and ".join([*names[:3], *([f"{len(names) - 3} more"] if len(names) > 3 else [])]) or "nothing"
+
+
+def _schema() -> ModuleType:
+    """Returns the module that checks entries, which needs pydantic and so the extra `data`."""
+    return optional("restorekv.data.schema")

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.compression.prepared import ScoredContext
+from restorekv.data.files import optional
 from restorekv.errors import AdapterError, RestoreKVError
 from restorekv.files import alone, open_own
 from restorekv.model.prompt import default_between, encode
@@ -78,6 +78,7 @@ def train(
     """
     if not examples:
         raise RestoreKVError("There is nothing to train on; give at least one example.")
+    optional("torch.utils.tensorboard", "train")  # refuses here, and not after the first hours of work
     if model.dtype == torch.float16:
         raise RestoreKVError("Gradients of long answers vanish in float16; train with --dtype bfloat16 or float32.")
     checkpoint.check_folders(folder, resume, store)
@@ -241,7 +242,8 @@ def step_log(folder: Path, start: int, rank: int) -> Iterator[Callable[[int, flo
     if rank:
         yield lambda step, loss, lr, seconds: None
         return
-    with open_own(folder / checkpoint.LOG) as raw, SummaryWriter(str(folder), purge_step=start) as board:
+    writer = optional("torch.utils.tensorboard", "train").SummaryWriter(str(folder), purge_step=start)
+    with open_own(folder / checkpoint.LOG) as raw, writer as board:
         file = io.TextIOWrapper(raw, newline="", write_through=True)
 
         def write(step: int, loss: float, lr: float, seconds: float) -> None:
