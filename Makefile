@@ -126,7 +126,7 @@ bench-charts: venv
 
 # The README's chart of SmolLM2 and the table in docs/evaluation.md, from a stored result; seconds.
 charts: venv
-	$(VENV)/bin/python recipes/smollm2/chart.py docs/results/smollm2-scores.json
+	$(VENV)/bin/python recipes/smollm2/chart.py paper/results/smollm2-scores.json
 
 # The tiny model, tokenizer, gates and adapters from nothing: resumable, under three hours on two cores.
 tiny: venv
@@ -140,20 +140,20 @@ smollm2: venv
 paper: venv
 	$(RUN) paper runs/paper
 
-# The same on SmolLM2 and real texts that ship, into docs/results; resumable, a night on two cores. PAPER="--count 2"
+# The same on SmolLM2 and real texts that ship, into paper/results; resumable, a night on two cores. PAPER="--count 2"
 # does it in small.
 paper-smollm2: venv
-	$(RUN) paper runs/paper-smollm2 --model smollm2 --ray local --markdown docs/results/smollm2.md $(PAPER)
+	$(RUN) paper runs/paper-smollm2 --model smollm2 --ray local --markdown paper/results/smollm2.md $(PAPER)
 
-# Every base method alone and restored, by groups of tasks, into docs/table1.md; resumable.
+# Every base method alone and restored, by groups of tasks, into paper/results/table1.md; resumable.
 table1: venv
-	$(RUN) paper runs/paper --only methods,fast-kvzip,tradeoff,contrastkv-simple --markdown docs/table1.md
+	$(RUN) paper runs/paper --only methods,fast-kvzip,tradeoff,contrastkv-simple --markdown paper/results/table1.md
 
-# The paper's ablations with three seeds, and what goes beyond it, into docs/ablations.md; resumable, trains for hours.
+# The paper's ablations with three seeds, and what goes beyond it, into paper/results/ablations.md; resumable, trains for hours.
 ablations: venv
-	$(RUN) paper runs/paper --retrain --markdown docs/ablations.md \
+	$(RUN) paper runs/paper --retrain --markdown paper/results/ablations.md \
 		--only components,prune-first,tokens,ratio-range,mismatch,seeds,offset,beyond
 
-# The appendix's table of training data on made-up texts and the tiny model, into docs/data-table.md; resumable.
+# The appendix's table of training data on made-up texts and the tiny model, into paper/results/data-table.md; resumable.
 data-table: venv
 	$(VENV)/bin/python recipes/tiny/mixture.py runs/mixture

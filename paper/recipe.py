@@ -1,4 +1,4 @@
-"""What the tiny model's adapters are trained with; docs/LOG.md tells where and why this is not the paper's."""
+"""What the tiny model's adapters are trained with; paper/log.md tells where and why this is not the paper's."""
 
 from __future__ import annotations
 

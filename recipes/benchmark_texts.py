@@ -1,4 +1,4 @@
-"""Makes the texts that the benchmarks ship with from a folder of public data (docs/benchmarks.md names the sources).
+"""Makes the texts that the benchmarks ship with from a folder of public data (docs/evaluation.md names the sources).
 
     python recipes/benchmark_texts.py --data ../shared/data --out src/restorekv/tasks/texts
 

@@ -8,7 +8,7 @@ from paper.setting import Setting
 
 
 def experiment(setting: Setting) -> Comparison:
-    """The paper has no figures for them. What else was tried: docs/LOG.md."""
+    """The paper has no figures for them. What else was tried: paper/log.md."""
     settings, evictor = setting.settings, setting.settings.evictor
     more = {"restore_tokens": 8, "steps": 2 * settings.steps, "contexts": 2 * settings.contexts}
     rows = {

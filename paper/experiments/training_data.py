@@ -25,8 +25,8 @@ def experiment(setting: Setting) -> Study:
     if setting.tiny:
         note += (
             "Here: the mixture that `restorekv data build` makes for the tiny model of made-up texts in the formats "
-            f"of the sources (docs/data-table.md). The tiny adapters are trained on something else: {CONTEXTS} "
-            f"documents of the tiny world of {SHORTEST} to {LONGEST:,} tokens with all their questions."
+            f"of the sources (paper/results/data-table.md). The tiny adapters are trained on something else: "
+            f"{CONTEXTS} documents of the tiny world of {SHORTEST} to {LONGEST:,} tokens with all their questions."
         )
     else:
         note += "Here: the mixture given as --data."

@@ -3,7 +3,7 @@
     A=src/restorekv/smollm2/adapters/kvzip
     restorekv eval --model smollm2 --prefix-policy free --evictor kvzip@none --evictor kvzip@$A \\
         --ratio 0.3 --ratio 0.2 --ratio 0.15 --benchmark ruler:length=1024,per_task=5 --out runs/border
-    python recipes/smollm2/border.py runs/border --json docs/results/smollm2-border.json
+    python recipes/smollm2/border.py runs/border --json paper/results/smollm2-border.json
 
 For every ratio, the divergence from the full cache of the evictor alone and restored is compared context by context.
 A restored cache does harm where the 95 % interval of the difference lies above zero, and helps where it lies below.
@@ -25,7 +25,7 @@ from restorekv.evaluation.stats import weighted_interval
 from restorekv.files import read_json, replacing, write_json
 
 ROOT = Path(__file__).parents[2]
-STORED = ROOT / "docs" / "results" / "smollm2-border.json"
+STORED = ROOT / "paper" / "results" / "smollm2-border.json"
 PAGE = ROOT / "docs" / "evaluation.md"
 BEGIN = "<!-- made by recipes/smollm2/border.py -->"
 END = "<!-- end of the border -->"

@@ -5,7 +5,7 @@
 
 The training data stands beside this file; --anew makes the passages of stories and novels again, --corpus the shards of
 the corpus of many genres, whose folder it names, and nothing else. Two processes with one thread each take hours on two
-cores. What ships was trained in several goes; docs/LOG.md says how.
+cores. What ships was trained in several goes; paper/log.md says how.
 """
 
 from __future__ import annotations

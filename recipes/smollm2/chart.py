@@ -1,6 +1,6 @@
 """Draw what small caches keep of SmolLM2's answers, from stored results of `restorekv eval --json`.
 
-    python recipes/smollm2/chart.py docs/results/smollm2-scores.json     # make charts
+    python recipes/smollm2/chart.py paper/results/smollm2-scores.json     # make charts
 
 Writes docs/charts/smollm2.svg, which the README shows, and the table between two marks of docs/evaluation.md. The
 chart has a panel for each benchmark: score against the share of the full cache's bytes that is held, chat prefix

@@ -3,7 +3,7 @@
     python recipes/smollm2/texts.py ../shared/data
 
 They are the texts of the split "training" (restorekv.tasks.splits): what evaluation or the choice of variants uses is
-left out. docs/benchmarks.md names the sources and their licenses.
+left out. docs/evaluation.md names the sources and their licenses.
 """
 
 from __future__ import annotations

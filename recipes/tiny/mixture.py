@@ -3,8 +3,8 @@
     python recipes/tiny/mixture.py runs/mixture            (resumes and asks nothing twice)
 
 Writes FOLDER/sources (files in the formats of LongAlpaca, PG-19, Tulu-3 and the Common Pile's papers), FOLDER/paper and
-FOLDER/permissive (as `restorekv data build` does), docs/data-table.md,
-docs/results/data-table.json and, for `python -m paper`, the rows of the first in the package.
+FOLDER/permissive (as `restorekv data build` does), paper/results/data-table.md,
+paper/results/data-table.json and, for `python -m paper`, the rows of the first in the package.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from restorekv.model.load import load_model
 from restorekv.tiny import suite, world
 from restorekv.tiny.world import DEEDS, PEOPLE, PLACES, TIMES
 
-DOCS = Path(__file__).parents[2] / "docs"
+RESULTS = Path(__file__).parents[2] / "paper" / "results"
 TEST = 156  # test documents of the tiny suite that some table here is measured on; `data build` knows the first 52
 BOUNDS = {
     "shortest": 512, "longest": 1800, "chunk": 768, "chunks": 4, "flan_shortest": 128,
@@ -185,8 +185,9 @@ def closest(folders: list[Path], test: list[world.Document]) -> tuple[int, float
 
 INTRO = """# The table of training data in small
 
-`make data-table`: both mixtures of [`restorekv data build`](data.md), made for and by the tiny model, as
-`restorekv data show` prints them. **The texts are made up**: no hub is reachable where this was made, so small files in
+`make data-table`: both mixtures of [`restorekv data build`](../../docs/training.md#training-data), made for
+and by the tiny model, as `restorekv data show` prints them.
+**The texts are made up**: no hub is reachable where this was made, so small files in
 the true formats of the four sources are written from the grammar of the tiny world ({sizes}).
 Licenses are what such files would claim.
 
@@ -194,7 +195,7 @@ Scaled to the model (in brackets the paper): {documents} documents (500) of {sho
 (2,048 to 16,000), {books} books (50) with {chunks} chunks (10) of {chunk} (3,072),
 {examples} examples of FLAN (1,500) from {flan_shortest} (512) on; questions of at most {question_tokens} tokens (64),
 answers of at most {answer_tokens} (512), to FLAN {flan_answer_tokens} (256). The other settings are the defaults.
-Figures and manifests: [results/data-table.json](results/data-table.json).
+Figures and manifests: [data-table.json](data-table.json).
 """
 OVERLAP = """
 ## Refused as evaluation texts
@@ -285,9 +286,9 @@ def main() -> None:
     results = {mixture: build_and_read(folder / mixture, mixture, files) for mixture in ("paper", "permissive")}
     kept = {mixture: {"rows": rows, "manifest": manifest} for mixture, (rows, manifest) in results.items()}
     text = report(folder, files, results)
-    write_json(DOCS / "results" / "data-table.json", kept)
+    write_json(RESULTS / "data-table.json", kept)
     write_json(MIXTURE, {"mixture": "paper", "rows": kept["paper"]["rows"]})
-    with replacing(DOCS / "data-table.md") as path:
+    with replacing(RESULTS / "data-table.md") as path:
         path.write_text(text)
 
 

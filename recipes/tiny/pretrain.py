@@ -2,7 +2,7 @@
 
     python recipes/tiny/pretrain.py runs/tiny         (resumes from runs/tiny/state.pt when it is there)
 
-What each choice is for, and what failed, is in docs/LOG.md.
+What each choice is for, and what failed, is in paper/log.md.
 """
 
 from __future__ import annotations

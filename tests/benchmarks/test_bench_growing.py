@@ -9,7 +9,7 @@ from benchmarks import growing, serving
 from benchmarks.growing import ALONE, ONCE, Options
 from tests.helpers.pages import ROOT
 
-PAGE = (ROOT / "docs" / "conversations.md").read_text()
+PAGE = (ROOT / "docs" / "python.md").read_text()
 
 
 @pytest.mark.slow
@@ -40,7 +40,7 @@ def test_divergence_is_weighed_by_tokens():
 
 
 def test_the_page_says_what_was_stored():
-    stored = json.loads((ROOT / "docs" / "results" / "growing.json").read_text())
+    stored = json.loads((ROOT / "paper" / "results" / "growing.json").read_text())
     rows = stored["appended"]["rows"]
     for restore in ("last", "every", "none"):
         base = rows[ALONE if restore == "none" else ONCE]["kl"]
@@ -69,8 +69,8 @@ def test_the_servers_table_compares_rates():
 
 def test_the_page_on_sizing_says_what_was_stored():
     page, stored = (
-        (ROOT / "docs" / "sizing.md").read_text(),
-        json.loads((ROOT / "docs/results/serving.json").read_text()),
+        (ROOT / "docs" / "serving.md").read_text(),
+        json.loads((ROOT / "paper/results/serving.json").read_text()),
     )
     seconds, questions = stored["seconds"], stored["options"]["questions"]
     for name in ("library", "restorekv", "transformers"):

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-GENERATED = {"ablations.md", "table1.md", "data-table.md"}
 WRITTEN = [
     ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md",
-    *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name not in GENERATED | {"LOG.md"}),
+    *sorted((ROOT / "docs").glob("*.md")),
 ]  # fmt: skip
+RECORDED = [ROOT / "paper" / "log.md", *sorted((ROOT / "paper" / "results").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-RESULT = ROOT / "docs" / "results" / "smollm2-scores.json"
+RESULT = ROOT / "paper" / "results" / "smollm2-scores.json"
 
 
 @pytest.fixture(scope="module")

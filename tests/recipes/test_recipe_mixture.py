@@ -1,4 +1,4 @@
-"""The recipe behind docs/data-table.md: sources in the true formats, and nothing of the test split taken."""
+"""The recipe behind paper/results/data-table.md: sources in the true formats, and nothing of the test split taken."""
 
 import json
 import sys
@@ -27,18 +27,18 @@ def call(monkeypatch, folder: Path) -> None:
 def run(tmp_path_factory):
     """The recipe with two documents, two books of one chunk and three prompts."""
     root = tmp_path_factory.mktemp("mixture")
-    (root / "docs" / "results").mkdir(parents=True)
+    (root / "results").mkdir()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mixture, "DOCS", root / "docs")
+        patch.setattr(mixture, "RESULTS", root / "results")
         patch.setattr(mixture, "MIXTURE", root / "mixture.json")
         patch.setattr(mixture, "TEST", 60)
         patch.setattr(mixture, "COUNTS", {"documents": 2, "books": 2, "examples": 3})
         small = {"chunks": 1, "question_tokens": 4, "answer_tokens": 6, "flan_answer_tokens": 12}
         patch.setattr(mixture, "BOUNDS", {**mixture.BOUNDS, **small, "question_characters": 1, "least_answer": 1})
         call(patch, root / "runs")
-        first = (root / "docs" / "data-table.md").read_text()
+        first = (root / "results" / "data-table.md").read_text()
         call(patch, root / "runs")
-        assert (root / "docs" / "data-table.md").read_text() == first, "the second time from what is there"
+        assert (root / "results" / "data-table.md").read_text() == first, "the second time from what is there"
     return root
 
 
@@ -76,8 +76,8 @@ def test_nothing_of_the_test_split_gets_in(run):
 
 @pytest.mark.slow
 def test_the_page_and_the_figures_tell_what_is_in_the_files(run):
-    kept = json.loads((run / "docs" / "results" / "data-table.json").read_text())
-    page = (run / "docs" / "data-table.md").read_text()
+    kept = json.loads((run / "results" / "data-table.json").read_text())
+    page = (run / "results" / "data-table.md").read_text()
     for name, first in (("paper", "longalpaca"), ("permissive", "papers")):
         rows = {row["source"]: row for row in kept[name]["rows"]}
         assert list(rows) == [first, "pg19", "flan", "total"]

@@ -28,7 +28,7 @@ from tests.helpers.serving import (  # noqa: E402
     serving,
 )
 
-PAGE = Path(__file__).parents[2] / "docs" / "request_fields.md"
+PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 CHAT = typing.get_type_hints(completion_create_params.CompletionCreateParamsNonStreaming)
 RESPONSES = typing.get_type_hints(response_create_params.ResponseCreateParamsNonStreaming)
 KINDS = {
@@ -78,7 +78,7 @@ def said(answer: dict) -> str:
 def test_every_field_of_the_client_is_in_one_class(kind):
     theirs, ours, idle, refused = KINDS[kind]
     classes = [set(ours.model_fields), set(idle), set(refused)]
-    assert set(theirs) <= set.union(*classes), "classify it in fields.py, and in docs/request_fields.md"
+    assert set(theirs) <= set.union(*classes), "classify it in fields.py, and in docs/serving.md"
     assert sum(map(len, classes)) == len(set.union(*classes)), "a field is in one class alone"
 
 
@@ -97,7 +97,8 @@ def test_every_field_of_an_upload_is_taken():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_table_in_the_documents_is_the_servers(kind):
-    rows = [line.replace("`", "").split("|")[1:4] for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    section = PAGE.read_text().partition("## Fields of requests\n")[2]
+    rows = [line.replace("`", "").split("|")[1:4] for line in section.splitlines() if line.startswith("| `")]
     column = list(KINDS).index(kind) + 1
     told = {row[0].strip(): row[column].strip() for row in rows}
     _, ours, idle, refused = KINDS[kind]

@@ -291,7 +291,7 @@ def test_the_recipe_makes_the_files_that_ship(tmp_path, monkeypatch):
      ("tiny:count=13", "e5543f35baa45e79")],
 )  # fmt: skip
 def test_samples_stay_those_of_stored_results(spec, expected):
-    """Results in docs/results were measured on these; the tiny tokenizer decides their lengths here."""
+    """Results in paper/results were measured on these; the tiny tokenizer decides their lengths here."""
     sha256 = hashlib.sha256()
     for sample in tasks.make(spec).samples(load_tokenizer("tiny"), "kvpress"):
         sha256.update(sample.context.encode())

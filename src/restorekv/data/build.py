@@ -22,7 +22,7 @@ from restorekv.files import alone, write_json
 from restorekv.seal import file_digest
 from restorekv.tiny.suite import documents as suite
 
-TESTED = 156  # documents of the tiny suite that docs/table1.md is measured on; the demo asks the first 52
+TESTED = 156  # documents of the tiny suite that paper/results/table1.md is measured on; the demo asks the first 52
 # What other benchmarks ask and ships. Factbook countries share lists of treaties: tasks/splits.py parts those by name.
 TEXTS = Path(__file__).parents[1] / "tasks" / "texts"
 SHIPPED = [str(TEXTS / name) for name in ("fairytaleqa", "novels", "share-alike")]

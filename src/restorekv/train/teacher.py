@@ -2,7 +2,7 @@
 
 Its distributions are kept as last hidden states: the frozen LM head turns them into all logits again, exactly, and they
 are sixty times smaller (2,560 numbers instead of 151,936). With the 256 likeliest ids and the mass of the others, the
-loss was 2 to 5 % too low on the tiny model (docs/LOG.md).
+loss was 2 to 5 % too low on the tiny model (paper/log.md).
 """
 
 from collections.abc import Sequence
