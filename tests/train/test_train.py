@@ -1,5 +1,6 @@
 """The training loop: the loss falls, a killed run resumes with the same losses, the backbone stays as it was."""
 
+import sys
 import warnings
 from dataclasses import replace
 
@@ -455,3 +456,10 @@ def test_processes_share_contexts_and_not_draws():
     assert sorted(map(repr, shares[0] + shares[1])) == sorted(map(repr, samples))
     for share in shares:
         assert [share[0].index] * 3 == [sample.index for sample in share[:3]] and len(share) == 6
+
+
+def test_training_without_tensorboard_is_refused_before_the_first_step(tiny_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(RestoreKVError, match=r"install 'restorekv\[train\]'"):
+        train(build_model("llama"), tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
