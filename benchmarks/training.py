@@ -133,7 +133,7 @@ def measured(model: PreTrainedModel, tokenizer: Tokenizer, variant: Variant, opt
     examples = [example(model, short), example(model, options)]
     stored = (folder, variant.store_prefill) if variant.store else ()
     for index in range(len(examples)) if variant.store else ():
-        TeacherCache(model, tokenizer, examples, config, *stored)[index]
+        TeacherCache(model, tokenizer, examples, config, *stored).get(index)
     bound, attention.WORKSPACE = attention.WORKSPACE, sys.maxsize if variant.copied else attention.WORKSPACE
     try:
         adapter = initial_adapter(model, tokenizer, config)
@@ -153,7 +153,9 @@ def step(teachers: TeacherCache, adapter: RestoreAdapter, optimizer: torch.optim
     phase, example = Phases(), teachers.examples[sample.index]
     with torch.no_grad():
         with phase("prefill"):
-            prepared = teachers.prepared(make_context(teachers.tokenizer, example.context))
+            prepared = teachers.prepared(
+                make_context(teachers.tokenizer, example.context), teachers.evictions[sample.evictor]
+            )
         with phase("teacher"):
             targets = teachers.targets(prepared, example)
     with phase("restore"):

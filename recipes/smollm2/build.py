@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -77,6 +78,10 @@ def corpus(folder: Path, source: Path, shards: list[int]) -> None:
     held_out = folder / "development.jsonl"
     texts = [row["text"] for row in rows(str(source), {}) if row.get("split") not in (None, TRAINING)]
     held_out.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
+    for shard in shards:
+        begun, place = READY / f"corpus-{shard}", folder / "data" / f"corpus-{shard}"
+        if begun.exists() and not place.exists():  # complete, or with the answers so far
+            shutil.copytree(begun, place)
     missing = [shard for shard in shards if not (folder / "data" / f"corpus-{shard}" / "manifest.json").exists()]
     for first in range(0, len(missing), 2):
         finish(*(
@@ -87,10 +92,10 @@ def corpus(folder: Path, source: Path, shards: list[int]) -> None:
 
 
 def data_flags(folder: Path) -> list[str]:
-    """Return the data as flags: what was built in `folder`, or what stands beside this file."""
-    place = folder / "data" if (folder / "data").exists() else READY
-    complete = sorted(path.parent for path in place.glob("*/manifest.json"))
-    return [part for path in complete for part in ("--data", str(path))]
+    """Return all complete data as flags: what was built in `folder`, and what stands beside this file."""
+    places = [*READY.glob("*/manifest.json"), *(folder / "data").glob("*/manifest.json")]
+    complete = {path.parent.name: path.parent for path in places}  # what was built anew goes before what ships
+    return [part for name in sorted(complete) for part in ("--data", str(complete[name]))]
 
 
 def gate(folder: Path) -> Path:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from restorekv import CompressedContext, ask_many, compose
+from restorekv import ask_many, compose
 from restorekv.errors import RestoreKVError
 from tests.helpers.compressing import QUESTIONS, make_small
 
@@ -36,15 +36,3 @@ def test_wrong_types_are_refused(small, name):
 def test_pairs_may_be_of_any_kind(small):
     expected = [small.ask(QUESTIONS[0], 4), small.ask(list(QUESTIONS), 4)]
     assert ask_many(iter([[small, QUESTIONS[0]], (small, tuple(QUESTIONS))]), 4) == expected
-
-
-@pytest.mark.parametrize("key, match", [("abc" * 10, "is of bytes, not str"), (b"abc", "fewer than 16 bytes"),
-                                        (b"", "fewer than 16 bytes"), (5, "is of bytes, not int")])  # fmt: skip
-def test_a_key_is_of_sixteen_bytes(small, tmp_path, key, match):
-    path = tmp_path / "a.rkv"
-    with pytest.raises(RestoreKVError, match=f"The key .*{match}"):
-        small.save(path, key=key)
-    assert not path.exists()
-    small.save(path)
-    with pytest.raises(RestoreKVError, match=f"The key .*{match}"):
-        CompressedContext.load(path, small.model, small.tokenizer, key=key)

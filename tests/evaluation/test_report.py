@@ -93,8 +93,8 @@ def answers(cell: Cell, folder: Path) -> list[Answer]:
 
 def test_every_section_is_there(page):
     assert page.headings == [
-        "Accuracy against ratio", "Restored next to its base", "Needle in a haystack", "What the caches held",
-        "Conventions and versions",
+        "Accuracy against ratio", "Restored next to its base", "Answers kept", "Needle in a haystack",
+        "What the caches held", "Conventions and versions",
     ]  # fmt: skip
 
 

@@ -53,7 +53,7 @@ def test_the_license_of_the_data_is_passed_on(of, expected):
 
 
 def test_licenses_are_known_by_the_hubs_names():
-    assert HUB == LICENSES and HUB | {"public-domain"} == KNOWN
+    assert HUB == LICENSES and HUB | {"public-domain", "curl"} == KNOWN
     assert all(identifier(name.upper()) == name for name in KNOWN)
     others = {"CC_BY NC-4.0": "cc-by-nc-4.0", "Apache License 2.0": "apache-2.0", "ODC-By 1.0": "odc-by",
               "CC0": "cc0-1.0", "unknown: ask whoever trained it": UNKNOWN,

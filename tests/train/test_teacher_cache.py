@@ -73,12 +73,12 @@ def test_the_second_run_prefills_but_neither_scores_nor_asks_the_teacher(tiny_to
 @pytest.mark.parametrize("change", [{"model": 1}, {"evictor": "knorm"}, {"max_new_tokens": 3}, {"text": "another"}])
 def test_nothing_stale_is_read(tiny_tokenizer, tmp_path, change):
     store = tmp_path / "store"
-    TeacherCache(build_model("qwen3"), tiny_tokenizer, EXAMPLES, LIVE, store)[0]
+    TeacherCache(build_model("qwen3"), tiny_tokenizer, EXAMPLES, LIVE, store).get(0)
     model = build_model("qwen3", seed=change.get("model", 0))
     examples = [replace(EXAMPLES[0], context=EXAMPLES[0].context + change.get("text", ""))]
     config = replace(LIVE, **{key: value for key, value in change.items() if key not in ("model", "text")})
-    prepared, targets = TeacherCache(model, tiny_tokenizer, examples, config, store)[0]
-    fresh, expected = TeacherCache(model, tiny_tokenizer, examples, config)[0]
+    prepared, targets = TeacherCache(model, tiny_tokenizer, examples, config, store).get(0)
+    fresh, expected = TeacherCache(model, tiny_tokenizer, examples, config).get(0)
     assert torch.equal(prepared.scores, fresh.scores)
     for one, other in zip(targets, expected, strict=True):
         assert torch.equal(one.ids, other.ids) and torch.equal(one.hidden, other.hidden)
@@ -111,11 +111,11 @@ def test_answers_of_this_very_model_are_taken_as_they_are(tiny_model, tiny_token
 
 def test_a_damaged_entry_is_named(tiny_tokenizer, tmp_path):
     model = build_model("qwen3")
-    TeacherCache(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path)[0]
+    TeacherCache(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path).get(0)
     path = next((tmp_path / "scores").iterdir())
     path.write_bytes(path.read_bytes()[:50])
     with pytest.raises(RestoreKVError, match=f"{path.name} is cut short .*; delete it to have it computed again"):
-        TeacherCache(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path)[0]
+        TeacherCache(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path).get(0)
 
 
 @pytest.mark.parametrize("part", ["scores", "prefill", "teacher"])
@@ -123,7 +123,7 @@ def test_entries_that_cannot_be_are_refused(tiny_tokenizer, tmp_path, part):
     model = build_model("qwen3")
 
     def read():
-        return TeacherCache(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path, store_prefill=True)[0]
+        return TeacherCache(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path, store_prefill=True).get(0)
 
     read()
     path = next((tmp_path / part).iterdir())
@@ -145,7 +145,7 @@ def test_entries_that_cannot_be_are_refused(tiny_tokenizer, tmp_path, part):
 def test_a_disk_that_runs_full_ends_the_writing_and_not_the_training(tiny_tokenizer, tmp_path, monkeypatch):
     model, store = build_model("qwen3"), tmp_path / "store"
     train(model, tiny_tokenizer, EXAMPLES, LIVE, tmp_path / "live")
-    TeacherCache(model, tiny_tokenizer, EXAMPLES, LIVE, store)[0]
+    TeacherCache(model, tiny_tokenizer, EXAMPLES, LIVE, store).get(0)
     before, usage, reads = files(store), shutil.disk_usage(tmp_path), []
     read = cache_module.seal.read
     monkeypatch.setattr(cache_module.shutil, "disk_usage", lambda path: usage._replace(free=cache_module.SPARE))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import CohereForCausalLM, GraniteForCausalLM
 
 from restorekv import seal
@@ -32,7 +32,7 @@ from restorekv.train.examples import (
 )
 from restorekv.train.loop import initial_adapter, ratio_weight, train
 from restorekv.train.loss import answer_logits, divergence
-from restorekv.train.teacher_cache import TeacherCache
+from restorekv.train.teacher_cache import KIND, TeacherCache
 from tests.helpers.models import ONE_FAMILY, SHAPE, build_model
 from tests.helpers.training import CONFIG, EXAMPLES, TEXT, losses
 
@@ -158,8 +158,8 @@ def test_a_mistake_is_found_before_the_first_step(tiny_tokenizer, tmp_path, monk
     if broken == "teacher":
         TeacherCache(model, tiny_tokenizer, EXAMPLES, CONFIG, tmp_path / "store").get(3)
         for path in (tmp_path / "store" / "teacher").iterdir():
-            held = load_file(path)
-            save_file({name: -x if "hidden" in name else x for name, x in held.items()}, path)
+            _, held = seal.read(path, KIND, "the file")
+            seal.write(path, KIND, {name: -x if "hidden" in name else x for name, x in held.items()}, follow=False)
     elif broken == "attention":
         right = cascade.attend
         monkeypatch.setattr(cascade, "attend", lambda q, layer, mask, scale: right(q, layer, mask, 2 * scale))
