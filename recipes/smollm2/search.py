@@ -271,7 +271,7 @@ def documents_of(corpus: Path, data: list[Path]) -> list[tuple[Document, list[di
 def development_documents(corpus: Path, bench: Bench) -> list[Document]:
     """Return a passage of every genre's development split, and made documents of another seed."""
     config = BuildConfig(
-        mixture="corpus", passage_shortest=300, passage_longest=LONGEST, wording=WORDING, made=0, seed=77, invented=0.3
+        mixture="corpus", passage_shortest=300, passage_longest=LONGEST, wording=WORDING, made=0.0, seed=77, invented=0.3
     )
     development = (
         {**row, "split": TRAINING}
@@ -296,6 +296,13 @@ def prepare(options: argparse.Namespace) -> None:
     """Write the cases of both splits, then what every variant needs of them."""
     options.folder.mkdir(parents=True, exist_ok=True)
     bench = Bench(options.folder)
+    development = options.folder / "development.jsonl"
+    if not development.exists():
+        lines = [answered(bench, document) for document in development_documents(options.corpus, bench)]
+        development.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    for case in bench.cases("development"):
+        bench.prepare(case)
+        print(f"development: {case.name}", flush=True)
     training = options.folder / "train.jsonl"
     if not training.exists():
         lines = []
@@ -309,15 +316,10 @@ def prepare(options: argparse.Namespace) -> None:
                 })  # fmt: skip
         training.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
         print(f"{len(lines)} training contexts", flush=True)
-    development = options.folder / "development.jsonl"
-    if not development.exists():
-        lines = [answered(bench, document) for document in development_documents(options.corpus, bench)]
-        development.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
-    for split in ("development", "train"):
-        cases = bench.cases(split)
-        for number, case in enumerate(cases, 1):
-            bench.prepare(case)
-            print(f"{split} {number}/{len(cases)}", flush=True)
+    cases = bench.cases("train")
+    for number, case in enumerate(cases, 1):
+        bench.prepare(case)
+        print(f"train {number}/{len(cases)}", flush=True)
 
 
 @torch.no_grad()

@@ -210,6 +210,7 @@ def test_kill_9_in_the_middle_of_a_write_leaves_a_build_that_goes_on(whole, file
     for folder in (made, expected):  # this model has a name, that of the fixture none
         manifest = json.loads(folder["manifest.json"])
         manifest["model"].pop("name")
+        manifest["exclusion"].pop("texts")  # the fixture reads fewer evaluation texts than the command
         folder["manifest.json"] = manifest
     assert made == expected
 
