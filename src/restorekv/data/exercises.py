@@ -49,7 +49,7 @@ def draw_exercises(text: str, rng: random.Random, count: int) -> list[tuple[str,
 
 
 def draw_checked_exercises(text: str, rng: random.Random, count: int) -> list[tuple[str, str, str]]:
-    """Draw exercises whose answer stands in the text: what comes next, before or after, and what is left out.
+    """Draw exercises whose answer is in the text: what comes next, before or after, and what is left out.
 
     Args:
         text: the context.

@@ -1,7 +1,7 @@
 """Passages of forty genres, from contracts and logs to plays and papers: how a cache does on texts of any kind.
 
 Where a passage has questions by people, with references, these are asked. The other questions are exercises whose
-answer stands in the text: fill in a blank, continue a quotation, what comes before or after. Small models answer few of
+answer is in the text: fill in a blank, continue a quotation, what comes before or after. Small models answer few of
 the exercises, even with the full cache, so the divergence from it says more there than the score.
 """
 
