@@ -271,8 +271,9 @@ def documents_of(corpus: Path, data: list[Path]) -> list[tuple[Document, list[di
 def development_documents(corpus: Path, bench: Bench) -> list[Document]:
     """Return a passage of every genre's development split, and made documents of another seed."""
     config = BuildConfig(
-        mixture="corpus", passage_shortest=300, passage_longest=LONGEST, wording=WORDING, made=0.0, seed=77, invented=0.3
-    )
+        mixture="corpus", passage_shortest=300, passage_longest=LONGEST, wording=WORDING, made=0.0, seed=77,
+        invented=0.3,
+    )  # fmt: skip
     development = (
         {**row, "split": TRAINING}
         for row in rows(str(corpus), {})
