@@ -17,13 +17,16 @@ import json
 import math
 import random
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DynamicCache
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.generate import answer_ids
@@ -34,7 +37,9 @@ from restorekv.data.documents import Document, DropRow
 from restorekv.data.files import rows
 from restorekv.data.gather import Attempts, mark
 from restorekv.data.made import make_document
+from restorekv.data.mixture import read_mixture
 from restorekv.data.self_study import GreedyUntilLoop
+from restorekv.evaluation.stats import weighted_interval
 from restorekv.model.load import load_model, shipped_path
 from restorekv.model.prompt import BETWEEN, make_context, question_ids
 from restorekv.restore.adapter import RestoreAdapter
@@ -221,7 +226,9 @@ class Restorer:
             self.adapter._parameters["embeddings"] = parameter
 
 
-def train(bench: Bench, variant: Variant, steps: int, seed: int, report) -> Restorer:
+def train(
+    bench: Bench, variant: Variant, steps: int, seed: int, report: Callable[[int, float, float], None]
+) -> Restorer:
     """Train a variant on the search's contexts: linear warm-up, then a cosine."""
     restorer = Restorer(bench, variant, seed)
     parameters = restorer.parameters()
@@ -249,23 +256,27 @@ def train(bench: Bench, variant: Variant, steps: int, seed: int, report) -> Rest
     return restorer
 
 
-def documents_of(corpus: Path, data: list[Path]) -> list[tuple[Document, list[dict]]]:
-    """Return the documents that data builds have answered so far, in their order, with the attempts."""
-    from restorekv.model.load import load_tokenizer
-
-    tokenizer = load_tokenizer("smollm2")
+def answered_cases(corpus: Path, data: list[Path], tokenizer: Tokenizer) -> Iterator[Case]:
+    """Yield the contexts of data builds with their answers: of complete builds, and of unfinished ones so far."""
     answered: dict[str, list[dict]] = {}
     for folder in data:
-        for line in Attempts(folder / "parts" / "corpus.jsonl").done:
-            answered["\n".join(line["context"])] = line["attempts"]
+        if (folder / "manifest.json").exists():
+            for each in read_mixture(folder)[0]:
+                yield Case(each.document, each.context, each.questions, each.answer_ids)
+        else:
+            lines = Attempts(folder / "parts" / "corpus.jsonl").done
+            answered |= {"\n".join(line["context"]): line["attempts"] for line in lines}
     config = BuildConfig(mixture="corpus", passage_shortest=300, passage_longest=4000, wording=WORDING)
-    found = []
-    for item in read_corpus(rows(str(corpus), {}), config, tokenizer):
-        if isinstance(item, Document) and "\n".join(mark(item)) in answered:
-            found.append((item, answered["\n".join(mark(item))]))
-            if len(found) == len(answered):
-                break
-    return found
+    left = len(answered)
+    for item in read_corpus(rows(str(corpus), {}), config, tokenizer) if answered else ():
+        attempts = isinstance(item, Document) and answered.get("\n".join(mark(item)))
+        if attempts:
+            left -= 1
+            good = [each for each in attempts if "fault" not in each]
+            ids = tuple(tuple(each["answer_ids"]) for each in good)
+            yield Case(item.name, item.text, tuple(each["question"] for each in good), ids)
+            if not left:
+                return
 
 
 def development_documents(corpus: Path, bench: Bench) -> list[Document]:
@@ -307,14 +318,11 @@ def prepare(options: argparse.Namespace) -> None:
     training = options.folder / "train.jsonl"
     if not training.exists():
         lines = []
-        for document, attempts in documents_of(options.corpus, options.data):
-            good = [attempt for attempt in attempts if "fault" not in attempt]
-            tokens = make_context(bench.tokenizer, document.text).tokens
-            if good and tokens <= LONGEST and len(lines) < TRAINED:
-                lines.append({
-                    "name": document.name, "text": document.text, "questions": [each["question"] for each in good],
-                    "answer_ids": [each["answer_ids"][:ANSWER_TOKENS] for each in good],
-                })  # fmt: skip
+        for case in answered_cases(options.corpus, options.data, bench.tokenizer):
+            tokens = make_context(bench.tokenizer, case.text).tokens
+            if case.questions and tokens <= LONGEST and len(lines) < TRAINED:
+                ids = [each[:ANSWER_TOKENS] for each in case.answer_ids]
+                lines.append({**asdict(case), "answer_ids": ids})
         training.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
         print(f"{len(lines)} training contexts", flush=True)
     cases = bench.cases("train")
@@ -373,6 +381,36 @@ def run(options: argparse.Namespace) -> None:
         )
 
 
+def compare(results: list[dict]) -> str:
+    """Return a Markdown table of variants: mean divergence at every ratio, and what is gained over the first.
+
+    The gain is paired, development case by development case, with a 95 % bootstrap interval over the cases.
+    """
+    lines = ["| variant | seed | steps | seconds | " + " | ".join(f"KL at {ratio:g} | gain" for ratio in RATIOS) + " |"]
+    lines.append("|" + "---|" * (4 + 2 * len(RATIOS)))
+    first = next((result for result in results if result["variant"] == FIRST), results[0])
+    expected = {row["name"]: row["kl"] for row in first["development"]}
+    for result in results:
+        cells = [result["variant"], str(result["seed"]), str(result["steps"]), f"{result['seconds']:.0f}"]
+        for ratio in RATIOS:
+            own = [row["kl"][f"{ratio:g}"] for row in result["development"]]
+            gains = [expected[row["name"]][f"{ratio:g}"] - row["kl"][f"{ratio:g}"] for row in result["development"]]
+            gain, low, high = weighted_interval(np.array(gains), np.ones(len(gains)))
+            cells += [f"{np.mean(own):.4f}", f"{gain:+.4f} ({low:+.4f} to {high:+.4f})"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def table(options: argparse.Namespace) -> None:
+    """Print the comparison of all variants that are done, in the order of VARIANTS."""
+    results = [json.loads(path.read_text("utf-8")) for path in sorted((options.folder / "results").glob("*.json"))]
+    if not results:
+        raise SystemExit(f"{options.folder} has no results; run some variants first.")
+    order = ["alone", "shipped", *VARIANTS]
+    results.sort(key=lambda result: (order.index(result["variant"]), result["seed"], result["steps"]))
+    print(compare(results))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(required=True)
@@ -387,6 +425,9 @@ def main() -> None:
     second.add_argument("--steps", type=int, default=400)
     second.add_argument("--seed", type=int, default=0)
     second.set_defaults(call=run)
+    third = commands.add_parser("table")
+    third.add_argument("folder", type=Path)
+    third.set_defaults(call=table)
     options = parser.parse_args()
     options.call(options)
 
