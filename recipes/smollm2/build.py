@@ -82,6 +82,7 @@ def corpus(folder: Path, source: Path, shards: list[int]) -> None:
         begun, place = READY / f"corpus-{shard}", folder / "data" / f"corpus-{shard}"
         if begun.exists() and not place.exists():  # complete, or with the answers so far
             shutil.copytree(begun, place)
+            name_corpus(place / "build.json", source)
     missing = [shard for shard in shards if not (folder / "data" / f"corpus-{shard}" / "manifest.json").exists()]
     for first in range(0, len(missing), 2):
         finish(*(
@@ -89,6 +90,14 @@ def corpus(folder: Path, source: Path, shards: list[int]) -> None:
                       "--part", f"{shard}/{SHARDS}", "--resume", "--out", str(folder / "data" / f"corpus-{shard}"))
             for shard in missing[first : first + 2]
         ))  # fmt: skip
+
+
+def name_corpus(record: Path, source: Path) -> None:
+    """Write where the corpus is now into the record of an unfinished build, which is continued only as it was begun."""
+    if record.exists():
+        entries = json.loads(record.read_text("utf-8"))
+        entries["config"]["corpus"] = str(source)
+        record.write_text(json.dumps(entries, indent=1) + "\n", "utf-8")
 
 
 def data_flags(folder: Path) -> list[str]:
