@@ -9,6 +9,7 @@ from restorekv import tasks
 from restorekv.evaluation.answers_kept import EVERY, KeptAnswer, _parts, count_kept, kept_rows, kept_table
 from restorekv.evaluation.frame import load_grid
 from restorekv.evaluation.grid import Cell
+from restorekv.evaluation.stats import FEW
 from tests.helpers.report_world import write_scores
 
 
@@ -46,6 +47,13 @@ def test_a_run_without_a_full_cache_has_no_table(tmp_path):
 def test_a_full_cache_that_knows_nothing_has_no_table(tmp_path):
     write_scores(tmp_path, Cell.full(model="tiny", benchmark="tiny:count=6"), [[0, 0, 0]] * 6)
     write_scores(tmp_path, Cell("tiny", "tiny:count=6", "kvzip", "0.1"), [[1, 1, 1]] * 6)
+    assert kept_table(load_grid(tmp_path)) is None
+
+
+def test_few_contexts_tell_nothing(tmp_path):
+    few = FEW - 1
+    write_scores(tmp_path, Cell.full(model="tiny", benchmark="tiny:count=6"), [[1, 1, 1]] * few)
+    write_scores(tmp_path, Cell("tiny", "tiny:count=6", "kvzip", "0.1"), [[1, 1, 0]] * few)
     assert kept_table(load_grid(tmp_path)) is None
 
 

@@ -101,9 +101,9 @@ def kept_rows(grid: GridResults) -> Iterator[dict[str, object]]:
 
 
 def kept_table(grid: GridResults) -> Table | None:
-    """Return the table of answers kept; None where no question was answered right by a full cache."""
+    """Return the table of answers kept; None where full caches answer right on too few contexts to tell."""
     rows = [row for row in kept_rows(grid) if row["right"]]
-    if not rows:
+    if max((row["contexts"] for row in rows), default=0) < FEW:
         return None
     columns: Mapping[str, Callable[[Mapping], str]] = {
         "texts": lambda row: row["part"],
