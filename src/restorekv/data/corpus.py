@@ -55,15 +55,17 @@ def read_corpus(rows: Iterator[dict], config: BuildConfig, tokenizer: Tokenizer)
         except DropRow as reason:
             yield reason
     part, parts = config.shard
-    for number, document in enumerate(_draw_documents(genres, config, tokenizer)):
-        if number % parts == part:
-            yield document
+    for number, turn in enumerate(_take_turns(genres, config)):
+        if number % parts != part:
+            continue  # before its text is tokenized
+        if isinstance(turn, int):
+            yield _made_document(turn, config)
+        else:
+            yield _passage(turn, config, tokenizer)
 
 
-def _draw_documents(
-    genres: dict[str, list[dict]], config: BuildConfig, tokenizer: Tokenizer
-) -> Iterator[Document | DropRow]:
-    """Yield the documents of all parts."""
+def _take_turns(genres: dict[str, list[dict]], config: BuildConfig) -> Iterator[dict | int]:
+    """Yield the rows of all parts in their order, and the numbers of made documents between them."""
     rng = random.Random(f"{config.seed} order")
     for name in sorted(genres):
         rng.shuffle(genres[name])
@@ -72,15 +74,11 @@ def _draw_documents(
     while any(genres.values()):
         left = sorted(name for name in genres if genres[name])
         for name in rng.sample(left, len(left)):  # another order in every turn, so that each part gets all genres
-            if made < config.made * (made + taken + 1) and config.made:
-                yield _made_document(made, config)
+            if config.made and made < config.made * (made + taken + 1):
+                yield made
                 made += 1
-            row = genres[name].pop()
+            yield genres[name].pop()
             taken += 1
-            try:
-                yield _passage(row, config, tokenizer)
-            except DropRow as reason:
-                yield reason
 
 
 def _checked_genre(row: dict) -> str:
