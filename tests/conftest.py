@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 # Read when Triton is imported, which torch may do: kernels run on the CPU, in its interpreter. With 0, on a GPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -33,6 +34,15 @@ def tiny_model(request: pytest.FixtureRequest) -> PreTrainedModel:
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return build_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def saved_model(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small random model with its tokenizer, for commands that open a model by its name."""
+    folder = tmp_path_factory.mktemp("model")
+    build_model("qwen3").save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -14,15 +14,6 @@ from restorekv.errors import RestoreKVError
 from restorekv.model.load import load_model
 from tests.helpers import report_world
 from tests.helpers.cli_world import cli
-from tests.helpers.models import build_model
-
-
-@pytest.fixture(scope="module")
-def saved(tiny_tokenizer, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    build_model("qwen3").save_pretrained(folder)
-    tiny_tokenizer.save_pretrained(folder)
-    return folder
 
 
 def in_process(model, options, conventions, scorer, restored):
@@ -36,9 +27,9 @@ def in_process(model, options, conventions, scorer, restored):
         return compress_cost.measure(job)
 
 
-def test_efficiency_compares_base_and_restored(saved, tmp_path, monkeypatch):
+def test_efficiency_compares_base_and_restored(saved_model, tmp_path, monkeypatch):
     monkeypatch.setattr(cost, "compression_apart", in_process)
-    model, tokenizer = load_model(str(saved))
+    model, tokenizer = load_model(str(saved_model))
     options = cost.CostOptions(("knorm", "kvzap"), 128, "0.2", ("1", "0.2"), repeat=2, steps=3)
     heard = []
     path = cost.measure(
@@ -103,9 +94,9 @@ def test_wrong_options_are_refused(wrong):
 
 
 @pytest.mark.slow
-def test_the_command_measures_and_shows_cost(saved, tmp_path, monkeypatch):
+def test_the_command_measures_and_shows_cost(saved_model, tmp_path, monkeypatch):
     monkeypatch.setattr(cost, "compression_apart", in_process)
-    command = ("benchmarks", "efficiency", "--out", tmp_path, "--model", saved, "--scorer", "knorm",
+    command = ("benchmarks", "efficiency", "--out", tmp_path, "--model", saved_model, "--scorer", "knorm",
                "--tokens", 96, "--ratio", "0.3", "--repeat", 1, "--allocation", "per-head")  # fmt: skip
     done = cli(*command)
     assert done.code == 0, done.err
@@ -132,8 +123,8 @@ def test_figures_of_an_earlier_version_have_a_page(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_measurement_runs_in_a_process_of_its_own(saved):
-    model, _ = load_model(str(saved))
+def test_a_measurement_runs_in_a_process_of_its_own(saved_model):
+    model, _ = load_model(str(saved_model))
     options = cost.CostOptions(("knorm",), 128, "0.2", repeat=1)
     row = cost.compression_apart(model, options, CompressionConfig(), "knorm", True)
     assert row["adapter"] == "random" and row["seconds"]["total"] > 0

@@ -139,21 +139,13 @@ def test_unknown_analyses_are_refused(what):
     assert choose(",".join(ANALYSES)) == list(ANALYSES)
 
 
-@pytest.fixture(scope="module")
-def saved(tiny_tokenizer, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    build_model("qwen3").save_pretrained(folder)
-    tiny_tokenizer.save_pretrained(folder)
-    return folder
-
-
-def test_the_command_writes_every_file(saved, tmp_path):
-    command = ["paper.analysis", "--out", str(tmp_path), "--model", str(saved), "--evictor", "knorm@none",
+def test_the_command_writes_every_file(saved_model, tmp_path):
+    command = ["paper.analysis", "--out", str(tmp_path), "--model", str(saved_model), "--evictor", "knorm@none",
                "--benchmark", "tiny:count=1,low=200,high=210",
                "--what", "survivors,restore_attention,attention"]  # fmt: skip
     done = cli(*command)
     assert done.code == 0 and "restore_attention is left out" in done.err, done
-    label = make_label(str(saved), "knorm")
+    label = make_label(str(saved_model), "knorm")
     assert sorted(figures(tmp_path)) == [f"attention-{label}.json", f"survivors-{label}.json"]
     refused = cli(*command, "--evictor", "am-fast")
     assert refused.code == 1 and "not an evictor" in refused.err and refused.err.count("\n") == 1
