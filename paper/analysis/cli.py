@@ -34,7 +34,7 @@ def run(
     protocol: Annotated[str, typer.Option(help=f"{' or '.join(protocols.PROTOCOLS)}.")] = "kvpress",
     model: options.Model = "tiny",
     restore_tokens: options.RestoreTokens = None,
-    prefix_policy: Annotated[str | None, typer.Option(help="free or counted; the protocol's unless given.")] = None,
+    prefix_policy: options.ProtocolPrefixPolicy = None,
     on_small_budget: options.OnSmallBudget = "fewer",
     allocation: options.Allocation = "global",
     restore_from: options.RestoreFrom = "full",

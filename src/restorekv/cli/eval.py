@@ -42,7 +42,7 @@ def run(
     count: Annotated[int | None, typer.Option(min=1, help="Contexts of each benchmark; else its own number.")] = None,
     seed: Annotated[list[int] | None, typer.Option(help="Seed of each benchmark; repeatable.")] = None,
     restore_tokens: options.RestoreTokens = None,
-    prefix_policy: Annotated[str | None, typer.Option(help="free or counted; the protocol's unless given.")] = None,
+    prefix_policy: options.ProtocolPrefixPolicy = None,
     on_small_budget: options.OnSmallBudget = "fewer",
     allocation: options.Allocation = "global",
     restore_from: options.RestoreFrom = "full",

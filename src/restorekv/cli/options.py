@@ -55,6 +55,7 @@ Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 PrefixPolicy = Annotated[
     str, typer.Option(help="free: keep the chat prefix and do not count it; counted: let it compete.")
 ]
+ProtocolPrefixPolicy = Annotated[str | None, typer.Option(help="free or counted; the protocol's unless given.")]
 OnSmallBudget = Annotated[str, typer.Option(help="When the restore tokens exceed the budget: error, fewer or clip.")]
 Allocation = Annotated[str, typer.Option(help=f"Which pairs compete: {', '.join(ALLOCATIONS)}.")]
 RestoreFrom = Annotated[
