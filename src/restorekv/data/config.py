@@ -57,7 +57,7 @@ class BuildConfig:
     corpus_passages: int = setting(2400, "Number of passages from the corpus, made documents included.")
     made: float = setting(0.15, "Share of these that are made-up tables, settings, logs and lists.")
     part: str = setting("1/1", "K/N builds every N-th passage of the corpus from the K-th on, to share the work.")
-    loop: int = setting(0, "An answer ends once its last so many tokens have been in it before; 0: never.")
+    loop: int = setting(0, "Stop an answer once its last N tokens have already appeared in it; 0: never.")
     story_passages: int = setting(200, "Number of passages from stories.")
     novel_passages: int = setting(120, "Number of passages from novels.")
     section_passages: int = setting(60, "Number of Factbook sections.")
