@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from benchmarks import operations
 from benchmarks.compare import KVPRESS, OURS
-from restorekv.compression.context import size
+from restorekv.context import size
 from restorekv.evaluation.tables import Table, format_ratio
 
 

@@ -41,8 +41,8 @@ from benchmarks.workload import SHAPE, describe_machine, save_model, save_tokeni
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
 from restorekv.compression import allocate
 from restorekv.compression.budget import exact_ratio
-from restorekv.compression.generate import next_logits
 from restorekv.errors import RestoreKVError
+from restorekv.generation.generate import next_logits
 from restorekv.model import attention
 from restorekv.model.load import load_model
 from restorekv.model.offload import trim_heap

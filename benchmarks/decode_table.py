@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from benchmarks.compare import KVPRESS, OURS
-from restorekv.compression.context import size
+from restorekv.context import size
 from restorekv.evaluation.tables import Table, format_ratio
 
 

@@ -16,18 +16,18 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from benchmarks.workload import describe_machine, novel
 from restorekv import tasks
-from restorekv.compression.chat import Chat
-from restorekv.compression.compressor import compress
-from restorekv.compression.context import CompressedContext
-from restorekv.compression.generate import answer_ids
 from restorekv.compression.growing import RESTORE
-from restorekv.compression.several import compose
+from restorekv.context import CompressedContext
 from restorekv.errors import BudgetError, RestoreKVWarning
 from restorekv.evaluation.fidelity import FullAnswers
 from restorekv.evaluation.stats import weighted_interval
 from restorekv.evaluation.tables import Table
+from restorekv.generation.chat import Chat
+from restorekv.generation.generate import answer_ids
+from restorekv.many_contexts import compose
 from restorekv.model.load import load_model
 from restorekv.model.prompt import question_ids
+from restorekv.pipeline import compress
 from restorekv.tasks.base import Sample
 
 Make = Callable[[], CompressedContext]

@@ -34,13 +34,13 @@ from benchmarks.memory_on_paper import PART, SCORES
 from benchmarks.workload import SHAPE, describe_machine, save_model, save_tokenizer
 from restorekv import evictors
 from restorekv.compression.budget import exact_ratio
-from restorekv.compression.compressor import compress
 from restorekv.compression.prepared import CompressionConfig, ScoredContext
 from restorekv.errors import RestoreKVError
 from restorekv.model.load import load_model
 from restorekv.model.offload import offloaded, trim_heap
 from restorekv.model.prompt import make_context
 from restorekv.model.shape import CacheShape
+from restorekv.pipeline import compress
 from restorekv.restore.adapter import RestoreAdapter
 
 WARM_UP = 256  # tokens

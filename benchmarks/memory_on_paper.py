@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from restorekv.compression.context import size
+from restorekv.context import size
 from restorekv.model.prefill import CHUNK, MASK
 
 RATIO, PART = 0.05, 2048

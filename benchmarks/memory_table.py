@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from benchmarks import operations
-from restorekv.compression.context import size
+from restorekv.context import size
 from restorekv.evaluation.tables import Table, format_ratio
 
 

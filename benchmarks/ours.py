@@ -14,12 +14,12 @@ from benchmarks.timing import TokenTimer, timed
 from restorekv import __version__
 from restorekv.cache.multi_context import forked
 from restorekv.cache.ragged import RaggedCache
-from restorekv.compression import generate
-from restorekv.compression.compressor import compress
-from restorekv.compression.context import CompressedContext
+from restorekv.context import CompressedContext
+from restorekv.generation import generate
 from restorekv.model.load import load_model
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context
+from restorekv.pipeline import compress
 from restorekv.restore.adapter import RestoreAdapter
 
 

@@ -23,10 +23,10 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from benchmarks.compress_cost import LEARNED, WARM_UP, random_gate, text_of
 from benchmarks.each import each
 from benchmarks.measure import Peak
-from restorekv.compression import compressor
+from restorekv import pipeline
 from restorekv.compression.budget import exact_ratio
-from restorekv.compression.context import size
 from restorekv.compression.prepared import timed
+from restorekv.context import size
 from restorekv.errors import RestoreKVError
 from restorekv.evictors import EVICTORS
 from restorekv.model.prefill import prefill
@@ -102,7 +102,7 @@ def preparer(
 ) -> Callable[[str], dict[str, float]]:
     """From a text to the seconds of the method's own prefill and of its scoring."""
     spec = f"{method}:gate={random_gate(model, method, folder)}" if method in LEARNED else method
-    made = compressor.make_compressor(spec)
+    made = pipeline.make_compressor(spec)
 
     def prepare(text: str) -> dict[str, float]:
         prepared = made.prepare(model, tokenizer, text)

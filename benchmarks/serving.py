@@ -19,10 +19,10 @@ import openai
 import torch
 
 from benchmarks.workload import describe_machine, texts
-from restorekv.compression.compressor import compress
 from restorekv.evaluation.tables import Table
 from restorekv.model.load import load_model
 from restorekv.model.prefill import prefill
+from restorekv.pipeline import compress
 
 SLOWEST = 600  # seconds until a server answers
 ROUNDS = 3

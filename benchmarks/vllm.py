@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from benchmarks.workload import SHAPE, describe_machine, save_model, save_tokenizer, texts
-from restorekv.compression.compressor import compress
 from restorekv.evaluation.tables import Table
 from restorekv.model.load import load_model
 from restorekv.model.prompt import make_context, question_ids
+from restorekv.pipeline import compress
 from restorekv.vllm import transfer_config
 
 RANDOM = "qwen3-0.6b-random"  # random weights in its shape, which cost what the model's own would

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paper.analysis.case import FULL, Case, DocumentFigures, plain
-from restorekv.compression.generate import answer_ids
+from restorekv.generation.generate import answer_ids
 from restorekv.train.loss import answer_logits, divergence
 
 PLACES, FIGURES = ("first", "answer"), ("forward", "backward", "symmetric", "agreement")

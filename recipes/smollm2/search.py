@@ -29,7 +29,6 @@ from transformers import DynamicCache
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.compression.eviction import Eviction
-from restorekv.compression.generate import answer_ids
 from restorekv.compression.prepared import ScoredContext
 from restorekv.data.config import BuildConfig
 from restorekv.data.corpus import TRAINING, read_corpus
@@ -40,6 +39,7 @@ from restorekv.data.made import make_document
 from restorekv.data.mixture import read_mixture
 from restorekv.data.self_study import GreedyUntilLoop
 from restorekv.evaluation.stats import weighted_interval
+from restorekv.generation.generate import answer_ids
 from restorekv.model.load import load_model, shipped_path
 from restorekv.model.prompt import BETWEEN, make_context, question_ids
 from restorekv.restore.adapter import RestoreAdapter

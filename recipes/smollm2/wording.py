@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from restorekv.compression.generate import answer_ids, answer_text, stop_ids
 from restorekv.compression.prepared import ScoredContext
+from restorekv.generation.generate import answer_ids, answer_text, stop_ids
 from restorekv.model import attention
 from restorekv.model.load import load_model
 from restorekv.model.prefill import prefill

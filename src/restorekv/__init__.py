@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from restorekv.compression.answers import Answer
     from restorekv.compression.budget import Budget
-    from restorekv.compression.chat import Chat
-    from restorekv.compression.compressor import compress
-    from restorekv.compression.context import CompressedContext
     from restorekv.compression.eviction import Eviction
-    from restorekv.compression.portable import Portable, load_portable
     from restorekv.compression.prepared import CompressionConfig, PreparedContext
-    from restorekv.compression.several import ask_many, compose
+    from restorekv.context import CompressedContext
     from restorekv.errors import RestoreKVError, RestoreKVWarning
+    from restorekv.generation.answers import Answer
+    from restorekv.generation.chat import Chat
+    from restorekv.many_contexts import ask_many, compose
     from restorekv.model.load import load_model
+    from restorekv.pipeline import compress
     from restorekv.restore.adapter import RestoreAdapter
+    from restorekv.storage.portable import Portable, load_portable
 
 __all__ = [
     "Answer", "Budget", "Chat", "CompressedContext", "CompressionConfig", "Eviction", "Portable", "PreparedContext",
@@ -28,12 +28,12 @@ __all__ = [
     "load_model", "load_portable",
 ]  # fmt: skip
 HOMES = {
-    "Answer": "compression.answers", "Budget": "compression.budget", "Chat": "compression.chat",
-    "CompressedContext": "compression.context", "CompressionConfig": "compression.prepared",
-    "Eviction": "compression.eviction", "Portable": "compression.portable", "PreparedContext": "compression.prepared",
+    "Answer": "generation.answers", "Budget": "compression.budget", "Chat": "generation.chat",
+    "CompressedContext": "context", "CompressionConfig": "compression.prepared",
+    "Eviction": "compression.eviction", "Portable": "storage.portable", "PreparedContext": "compression.prepared",
     "RestoreAdapter": "restore.adapter", "RestoreKVError": "errors", "RestoreKVWarning": "errors",
-    "ask_many": "compression.several", "compose": "compression.several", "compress": "compression.compressor",
-    "load_model": "model.load", "load_portable": "compression.portable",
+    "ask_many": "many_contexts", "compose": "many_contexts", "compress": "pipeline",
+    "load_model": "model.load", "load_portable": "storage.portable",
 }  # fmt: skip
 
 

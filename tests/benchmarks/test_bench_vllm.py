@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks import vllm
 from benchmarks.vllm import Options, tables
-from restorekv.compression.portable import MARK, mark
 from restorekv.model.load import load_model
+from restorekv.storage.portable import MARK, mark
 from tests.helpers.pages import ROOT
 
 RESULT = json.loads((ROOT / "benchmarks" / "results" / "2026-11-22-vllm-cpu.json").read_text())

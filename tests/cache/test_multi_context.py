@@ -9,8 +9,8 @@ import torch
 import restorekv
 from restorekv import ask_many, compress
 from restorekv.cache.multi_context import MultiContextLayer, forked
-from restorekv.compression import generate
 from restorekv.errors import RestoreKVError, RestoreKVWarning
+from restorekv.generation import generate
 from restorekv.model.prompt import question_ids
 from restorekv.restore.adapter import RestoreAdapter
 from tests.helpers.models import build_model, greedy
@@ -104,7 +104,7 @@ def test_other_models_and_templates_are_refused(made, tiny_tokenizer):
     other = compress(build_model("llama", seed=3), tiny_tokenizer, TEXTS[0], ratio=0.5, adapter=None)
     with pytest.raises(RestoreKVError, match="one model"):
         ask_many([(made[0], "a?"), (other, "b?")])
-    with patch.object(restorekv.compression.several, "template_hash", side_effect=lambda one: id(one)):
+    with patch.object(restorekv.many_contexts, "template_hash", side_effect=lambda one: id(one)):
         strange = restorekv.CompressedContext(made[0].model, object(), *list(vars(made[0]).values())[2:])
         with pytest.raises(RestoreKVError, match="one chat template"):
             ask_many([(made[0], "a?"), (strange, "b?")])

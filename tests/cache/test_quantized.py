@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from restorekv.cache import quantized
 from restorekv.cache.quantized import GROUP
 from restorekv.cache.ragged import RaggedLayer
-from restorekv.compression.compressor import compress
-from restorekv.compression.context import CompressedContext
-from restorekv.compression.several import ask_many
+from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError
+from restorekv.many_contexts import ask_many
 from restorekv.model import attention
 from restorekv.model.attention import naive, stored
+from restorekv.pipeline import compress
 
 TEXT = "The code of the red house is seven. The blue house has a green door, and nobody lives there. " * 2
 EIGHT_BITS = [how for how in quantized.STORAGES if how != "model"]

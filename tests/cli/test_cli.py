@@ -12,7 +12,7 @@ import torch
 import restorekv.cli.train
 from restorekv import __version__
 from restorekv.cli import COMMANDS
-from restorekv.compression.context import CompressedContext
+from restorekv.context import CompressedContext
 from restorekv.evaluation.survivors import Survivors
 from restorekv.model.load import load_model
 from restorekv.train.config import TrainConfig

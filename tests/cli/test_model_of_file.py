@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from restorekv.cli import execute
-from restorekv.compression import context_file
 from restorekv.model import load
+from restorekv.storage import cache_file
 from tests.hostile.damage import EVIL, RAN, File, evil_model
 
 TEXT = "The red house belongs to Ada. The code of the blue house is 482. " * 6
@@ -92,7 +92,7 @@ def test_other_commands_run_no_code_of_a_model(place, command):
 
 
 def test_names_of_models_that_ship_need_no_option(place, capsys):
-    assert context_file.read(place / "x.rkv").manifest.model == "tiny"
+    assert cache_file.read(place / "x.rkv").manifest.model == "tiny"
     assert execute(COMMANDS["ask"]) == 0
     name_model(place, "tiny")
     assert execute(COMMANDS["append"]) == 0

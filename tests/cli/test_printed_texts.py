@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-import restorekv.compression.chat
-import restorekv.compression.several
-from restorekv.compression import answers
+import restorekv.generation.chat
+import restorekv.many_contexts
+from restorekv.generation import answers
 from tests.helpers.cli_world import QUESTION, World, build_world, cli
 
 HOSTILE, SHOWN = "bread \x1b]0;pwned\a \x1b[2J\x9b1m late", "bread ␛]0;pwned␇ ␛[2J�1m late"
@@ -51,7 +51,7 @@ def test_answers_act_on_no_terminal(world, tmp_path, monkeypatch):
 
 
 def test_conversations_act_on_no_terminal(world, monkeypatch):
-    monkeypatch.setattr(restorekv.compression.chat, "pieces", lambda _, tokens, *__: [HOSTILE for _ in tokens])
+    monkeypatch.setattr(restorekv.generation.chat, "pieces", lambda _, tokens, *__: [HOSTILE for _ in tokens])
     lines = [f"{HOSTILE} :bug: [b]", "/history", f"/{HOSTILE}"]
     told = cli("chat", world.cache, "--model", world.model, "--max-new-tokens", 1, stdin="\n".join(lines).encode())
     assert told.out.startswith(f"{SHOWN}\nuser: {SHOWN} :bug: [b]\n") and "There is no command /bread" in told.err

@@ -17,16 +17,16 @@ from restorekv.compression.allocate import HeadShares, share_out
 from restorekv.compression.attention_matching import method as attention_matching
 from restorekv.compression.attention_matching.matching import box_least_squares, fit, least_squares, observe
 from restorekv.compression.attention_matching.method import AttentionMatching, subset
-from restorekv.compression.compressor import compress
-from restorekv.compression.context import CompressedContext
 from restorekv.compression.eviction import Eviction, make_compressor
 from restorekv.compression.prepared import ScoredContext
+from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError
 from restorekv.model.attention import BACKENDS
 from restorekv.model.load import load_model
 from restorekv.model.observer import observe_layers
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import encode, make_context
+from restorekv.pipeline import compress
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.tiny.suite import documents
 from tests.helpers.attention import ON_CPU

@@ -10,11 +10,11 @@ import torch
 
 from restorekv import CompressedContext, compress, load_model
 from restorekv.bounds import LARGEST_NUMBER
-from restorekv.compression import generate
-from restorekv.compression.context_checks import ContradictionError, check_scales
-from restorekv.compression.sampling import Decoding, Row
 from restorekv.errors import CacheFileError, RestoreKVError
+from restorekv.generation import generate
+from restorekv.generation.sampling import Decoding, Row
 from restorekv.model.prompt import make_context
+from restorekv.storage.cache_checks import ContradictionError, check_scales
 from tests.hostile.damage import File
 
 TEXT = "The red house belongs to Ada. The code of the blue house is 482. " * 6
@@ -226,6 +226,6 @@ def test_a_conversation_longer_than_the_model_is_refused_before_it_is_read(opene
     content = json.loads(path.read_text())
     content["turns"][0]["read"] = [5] * 200_000
     path.write_text(json.dumps(content))
-    monkeypatch.setattr("restorekv.compression.chat.prefill", lambda *_, **__: pytest.fail("it was read"))
+    monkeypatch.setattr("restorekv.generation.chat.prefill", lambda *_, **__: pytest.fail("it was read"))
     with pytest.raises(CacheFileError, match=r"200,00\d tokens, and the model's"):
         type(chat).load(path, document)

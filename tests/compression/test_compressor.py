@@ -9,16 +9,16 @@ from fractions import Fraction
 import pytest
 import torch
 
-from restorekv.compression.answers import ask
 from restorekv.compression.budget import Budget
-from restorekv.compression.compressor import PRESETS, chosen_evictor, compress
-from restorekv.compression.context import CompressedContext, size
-from restorekv.compression.context_file import read
 from restorekv.compression.eviction import Eviction, make_compressor
+from restorekv.context import CompressedContext, size
 from restorekv.errors import AdapterError, BudgetError, CacheFileError, RestoreKVError, RestoreKVWarning
+from restorekv.generation.answers import ask
 from restorekv.model.prompt import BETWEEN, make_context
 from restorekv.model.shape import CacheShape
+from restorekv.pipeline import PRESETS, chosen_evictor, compress
 from restorekv.restore.adapter import RestoreAdapter
+from restorekv.storage.cache_file import read
 from tests.helpers.compressing import QUESTIONS, TEXT, TOKENS, make_adapter
 from tests.helpers.models import ONE_FAMILY, build_model
 
@@ -129,7 +129,7 @@ def test_a_new_process_gives_the_same_answers(case, tmp_path):
     made.save(tmp_path / "doc.rkv")
     script = (
         "import json, sys, torch; torch.set_num_threads(1)\n"
-        "from restorekv.compression.context import CompressedContext\n"
+        "from restorekv.context import CompressedContext\n"
         "from restorekv.model.load import load_model\n"
         "made = CompressedContext.load(sys.argv[2], *load_model(sys.argv[1], dtype='float32'))\n"
         "print(json.dumps(made.ask(json.loads(sys.argv[3]), 12)))"

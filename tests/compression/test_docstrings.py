@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from restorekv import compress, load_model
-from restorekv.compression import compressor, context, several
+from restorekv import compress, context, load_model, many_contexts, pipeline
 
 REGISTER = Path(__file__).parents[2] / "examples" / "register.txt"
 
 
-@pytest.mark.parametrize("module", [compressor, context, several], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [pipeline, context, many_contexts], ids=lambda module: module.__name__)
 def test_examples_run(module):
     model, tokenizer = load_model("tiny")
     text = REGISTER.read_text()

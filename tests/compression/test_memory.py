@@ -6,12 +6,12 @@ from transformers import DynamicCache
 
 from benchmarks.memory_on_paper import SCORES
 from restorekv.compression import allocate
-from restorekv.compression.compressor import compress
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.prepared import CompressionConfig, ScoredContext
 from restorekv.compression.streaming import Stream, StreamedContext
 from restorekv.errors import RestoreKVError
 from restorekv.model.prompt import Context
+from restorekv.pipeline import compress
 from restorekv.restore.adapter import RestoreAdapter
 from tests.helpers.held import Held
 from tests.helpers.models import build_model

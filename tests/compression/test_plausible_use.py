@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from restorekv import CompressedContext, compress, load_model
 from restorekv.compression.eviction import ADAPTERS, load_adapter, make_compressor, shipped_adapter
-from restorekv.compression.portable import load_portable
 from restorekv.errors import BudgetError, CacheFileError, RestoreKVError, RestoreKVWarning
 from restorekv.model.load import tiny_path
 from restorekv.restore.adapter import RestoreAdapter
+from restorekv.storage.portable import load_portable
 from tests.helpers.cli_world import cli
 
 TEXT = Path("examples/register.txt").read_text()[:1500]

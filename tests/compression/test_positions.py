@@ -7,8 +7,8 @@ import torch
 from transformers import PretrainedConfig
 
 from restorekv import compress
-from restorekv.compression.context import CompressedContext
 from restorekv.compression.eviction import Eviction
+from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.model.load import NO_LIMIT, load_model, longest
 from restorekv.model.prompt import ROOM, fit, make_context

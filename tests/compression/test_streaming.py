@@ -8,16 +8,16 @@ import torch
 from transformers import AttentionInterface
 
 from restorekv import evictors
-from restorekv.compression.compressor import compress
-from restorekv.compression.context import CompressedContext
 from restorekv.compression.eviction import Eviction
 from restorekv.compression.prepared import CompressionConfig
 from restorekv.compression.streaming import Stream, StreamedContext, parts
+from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.model import attention
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context, make_context
 from restorekv.model.shape import CacheShape
+from restorekv.pipeline import compress
 from restorekv.restore.adapter import RestoreAdapter
 from tests.helpers.cli_world import build_world, cli
 from tests.helpers.gates import save_gate

@@ -5,8 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from restorekv.cache.ragged import RaggedCache
-from restorekv.compression.generate import answer_ids, answer_text, stop_ids
 from restorekv.evaluation import protocols
+from restorekv.generation.generate import answer_ids, answer_text, stop_ids
 from restorekv.model.load import load_model
 from restorekv.model.prefill import prefill
 from restorekv.tasks import Question

@@ -18,9 +18,9 @@ from transformers.masking_utils import sdpa_mask
 
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.allocate import exact_top
-from restorekv.compression.answers import ask
 from restorekv.compression.budget import Budget
 from restorekv.compression.eviction import Eviction
+from restorekv.generation.answers import ask
 from restorekv.model.load import load_model
 from restorekv.model.prompt import make_context, question_ids
 from restorekv.restore.adapter import RestoreAdapter

@@ -12,10 +12,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from restorekv import evictors
 from restorekv.compression.allocate import exact_top
-from restorekv.compression.answers import ask
 from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.kvpress_bridge import FromKVPress
+from restorekv.generation.answers import ask
 from restorekv.model import attention
 from restorekv.model.prompt import Context
 

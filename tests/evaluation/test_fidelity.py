@@ -10,13 +10,13 @@ import torch
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from restorekv import compress, tasks
-from restorekv.compression.generate import answer_ids
 from restorekv.evaluation import results, worker
 from restorekv.evaluation.fidelity import FIGURES, summarized
 from restorekv.evaluation.frame import GridResults
 from restorekv.evaluation.grid_tables import tables_of
 from restorekv.evaluation.rows import payload, rows
 from restorekv.evaluation.run import run
+from restorekv.generation.generate import answer_ids
 from restorekv.model.load import load_model
 from restorekv.model.prompt import question_ids
 from tests.helpers.grid_world import Plain, grid, save_world

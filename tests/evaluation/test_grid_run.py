@@ -9,7 +9,6 @@ import pytest
 
 from restorekv import compress, tasks
 from restorekv.compression import streaming
-from restorekv.compression.generate import answer_ids, answer_text, stop_ids
 from restorekv.compression.streaming import Stream
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import results, worker
@@ -18,6 +17,7 @@ from restorekv.evaluation.rows import rows
 from restorekv.evaluation.run import LOCK, run
 from restorekv.evictors.kvzip import KVzip
 from restorekv.files import locked
+from restorekv.generation.generate import answer_ids, answer_text, stop_ids
 from restorekv.model.load import load_model
 from restorekv.model.prompt import question_ids
 from restorekv.restore.adapter import RestoreAdapter

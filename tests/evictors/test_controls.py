@@ -9,14 +9,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import sdpa_mask
 
 from restorekv.compression.budget import Budget
-from restorekv.compression.compressor import compress
-from restorekv.compression.context import CompressedContext
 from restorekv.compression.eviction import Eviction, make_compressor
 from restorekv.compression.prepared import CompressionConfig
+from restorekv.context import CompressedContext
 from restorekv.errors import AdapterError, BudgetError, RestoreKVError, RestoreKVWarning
 from restorekv.model.load import load_model
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import encode, question_ids
+from restorekv.pipeline import compress
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.config import TrainConfig
 from restorekv.train.examples import Example

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from restorekv import evictors
-from restorekv.compression.compressor import compress
-from restorekv.compression.context import CompressedContext
 from restorekv.compression.eviction import Eviction
+from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVWarning
 from restorekv.evictors import EVICTORS
 from restorekv.model.prompt import make_context
 from restorekv.model.shape import CacheShape
+from restorekv.pipeline import compress
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.train.config import TrainConfig
 from restorekv.train.examples import Example

@@ -13,7 +13,7 @@ import benchmarks.__main__
 import paper.__main__
 import paper.analysis.__main__
 from restorekv.cli import execute
-from restorekv.compression.compressor import compress
+from restorekv.pipeline import compress
 from restorekv.restore.adapter import RestoreAdapter
 from tests.helpers.models import build_model
 

@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from restorekv import compress
-from restorekv.compression.portable import Portable
+from restorekv.storage.portable import Portable
 from restorekv.vllm import prompt, transfer_config
 
 TOKENS = 24  # of an answer

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from restorekv.compression import generate
 from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVError
+from restorekv.generation import generate
 from restorekv.model.prompt import Context
 from restorekv.model.shape import decoder
 from tests.helpers.models import build_tokenizer

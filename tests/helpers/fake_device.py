@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from restorekv.compression import generate
+from restorekv.generation import generate
 from restorekv.model import offload
 from restorekv.model.attention import proofs
 

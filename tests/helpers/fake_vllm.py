@@ -9,10 +9,10 @@ import torch
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from restorekv.compression.portable import load_portable
 from restorekv.errors import RestoreKVError
 from restorekv.model.load import rope_fingerprint
 from restorekv.model.shape import CacheShape
+from restorekv.storage.portable import load_portable
 from restorekv.vllm.store import Expected, Store
 
 LONGEST = 2000

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from restorekv.cache.multi_context import forked
-from restorekv.compression import generate
+from restorekv.generation import generate
 from restorekv.model import attention
 
 VOCABULARY = 320

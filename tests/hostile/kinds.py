@@ -16,8 +16,6 @@ from gguf import GGMLQuantizationType as Precision
 
 from restorekv import CompressedContext, compress, load_model
 from restorekv.cli import execute
-from restorekv.compression.chat import Chat
-from restorekv.compression.portable import load_portable
 from restorekv.data.gather import Attempts
 from restorekv.data.mixture import read_mixture, record
 from restorekv.data.table import figures
@@ -27,6 +25,7 @@ from restorekv.evaluation.rows import rows
 from restorekv.evaluation.run import run
 from restorekv.evictors import gate_file
 from restorekv.evictors.gate_file import Gate, GateCard
+from restorekv.generation.chat import Chat
 from restorekv.model import gguf, model_folder
 from restorekv.model.load import load_tokenizer, model_fingerprint
 from restorekv.model.shape import CacheShape
@@ -34,6 +33,7 @@ from restorekv.restore import adapter_file
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.seal import digest_tensors, seal_record
 from restorekv.serve.store import Store
+from restorekv.storage.portable import load_portable
 from restorekv.train import checkpoint
 from restorekv.train.checkpoint import Run
 from restorekv.train.config import TrainConfig

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from restorekv.compression.compressor import compress
 from restorekv.compression.eviction import Eviction
 from restorekv.errors import RestoreKVError
 from restorekv.evictors.knorm import Knorm
@@ -19,6 +18,7 @@ from restorekv.model import attention, offload
 from restorekv.model.offload import FileStore, HostStore
 from restorekv.model.prefill import prefill, read_only_view
 from restorekv.model.prompt import Context
+from restorekv.pipeline import compress
 from restorekv.restore.adapter import RestoreAdapter
 from tests.helpers.models import build_model
 

@@ -12,11 +12,11 @@ from transformers import LlamaConfig, MistralConfig
 from restorekv import compress, load_model
 from restorekv.cli import execute
 from restorekv.compression.eviction import Eviction
-from restorekv.compression.portable import rotated
 from restorekv.errors import ModelError, RestoreKVError
 from restorekv.model import support
 from restorekv.model.prompt import Context, usable_positions
 from restorekv.restore.adapter import RestoreAdapter
+from restorekv.storage.portable import rotated
 from tests import families
 from tests.helpers import decoders, exactness
 from tests.helpers.models import build_tokenizer

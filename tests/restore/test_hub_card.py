@@ -9,9 +9,9 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 
-from restorekv.compression.compressor import compress
 from restorekv.errors import AdapterError, RestoreKVWarning
 from restorekv.model.load import load_model, tiny_path
+from restorekv.pipeline import compress
 from restorekv.restore import model_card
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.restore.adapter_file import read

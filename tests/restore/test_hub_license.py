@@ -5,9 +5,9 @@ import warnings
 
 import pytest
 
-from restorekv.compression.compressor import compress
 from restorekv.compression.eviction import load_adapter, make_compressor
 from restorekv.errors import AdapterError, RestoreKVWarning
+from restorekv.pipeline import compress
 from restorekv.restore import publish
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.restore.model_card import (

@@ -15,7 +15,7 @@ import pytest
 openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx2")
 
-from restorekv.compression import generate  # noqa: E402
+from restorekv.generation import generate  # noqa: E402
 from restorekv.model.shape import decoder  # noqa: E402
 from restorekv.serve import run, service  # noqa: E402
 from restorekv.serve.engine import ENDING  # noqa: E402

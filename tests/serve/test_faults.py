@@ -15,9 +15,9 @@ import pytest
 
 openai = pytest.importorskip("openai")
 
-from restorekv.compression.context import CompressedContext  # noqa: E402
-from restorekv.compression.generate import BATCH  # noqa: E402
+from restorekv.context import CompressedContext  # noqa: E402
 from restorekv.errors import CacheFileError, RestoreKVError  # noqa: E402
+from restorekv.generation.generate import BATCH  # noqa: E402
 from restorekv.model.shape import decoder  # noqa: E402
 from restorekv.serve import caches, service, shared  # noqa: E402
 from restorekv.serve.caches import Caches  # noqa: E402

@@ -19,8 +19,8 @@ openai = pytest.importorskip("openai")
 if not importlib.util.find_spec("ray"):  # importing it would be too early for its settings
     pytest.skip("ray is not installed; the extra 'serve-ray' is part of 'dev'", allow_module_level=True)
 
-from restorekv.compression.sampling import Decoding  # noqa: E402
 from restorekv.errors import RestoreKVError  # noqa: E402
+from restorekv.generation.sampling import Decoding  # noqa: E402
 from restorekv.serve.engine import AwayError, BusyError, Question, Reply  # noqa: E402
 from restorekv.serve.ray import spread  # noqa: E402
 from restorekv.serve.ray.engine import TRIES, RayEngine, Sent, deployed, modules, payload  # noqa: E402

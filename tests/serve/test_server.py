@@ -17,7 +17,7 @@ import torch
 openai = pytest.importorskip("openai")
 
 from restorekv import CompressedContext  # noqa: E402
-from restorekv.compression.generate import answer_ids, answer_text, stop_ids  # noqa: E402
+from restorekv.generation.generate import answer_ids, answer_text, stop_ids  # noqa: E402
 from restorekv.model.shape import decoder  # noqa: E402
 from restorekv.readers.extract import text_of  # noqa: E402
 from restorekv.serve.run import Settings, application  # noqa: E402

@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("openai")
 
-from restorekv.compression.answers import Answer
 from restorekv.errors import RestoreKVError
+from restorekv.generation.answers import Answer
 from restorekv.serve.engine import BusyError, Document, Reply, settle
 from restorekv.serve.run import Settings, application_of, store_of
 from tests.helpers.models import build_tokenizer

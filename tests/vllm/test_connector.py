@@ -12,8 +12,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from restorekv.compression.chat import conversation_ids
 from restorekv.errors import RestoreKVError
+from restorekv.generation.chat import conversation_ids
 from restorekv.model.prompt import question_ids
 from restorekv.vllm import chat, prompt, transfer_config
 from tests.helpers.models import VOCABULARY

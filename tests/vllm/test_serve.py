@@ -10,8 +10,8 @@ pytest.importorskip("vllm")
 openai = pytest.importorskip("openai")
 
 from restorekv import compose, compress  # noqa: E402
-from restorekv.compression.portable import load_portable  # noqa: E402
 from restorekv.serve.portables import Portables  # noqa: E402
+from restorekv.storage.portable import load_portable  # noqa: E402
 from tests.helpers.engine import ENVIRONMENT, TOKENS, World, make_world, server, without_halves  # noqa: E402
 from tests.helpers.models import build_model, build_tokenizer  # noqa: E402
 from tests.helpers.serving import about, ask, client_of, expected, serving, upload  # noqa: E402

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from restorekv import seal
-from restorekv.compression.portable import KIND, load_portable
 from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.model.load import rope_fingerprint
 from restorekv.model.shape import CacheShape
+from restorekv.storage.portable import KIND, load_portable
 from restorekv.vllm import prompt, transfer_config
 from restorekv.vllm.store import Expected, Store, heads_of
 from tests.helpers.models import VOCABULARY, build_model

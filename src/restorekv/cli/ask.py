@@ -11,9 +11,9 @@ from rich.text import Text
 from restorekv.cli import options
 from restorekv.cli.errors import visible
 from restorekv.cli.session import check_apart, notes, open_documents, output, read_text
-from restorekv.compression.several import ask_many
 from restorekv.errors import RestoreKVError
 from restorekv.files import write_json
+from restorekv.many_contexts import ask_many
 
 
 @options.options_of(options.Sampling)

@@ -8,10 +8,10 @@ import typer
 from restorekv.cli import options
 from restorekv.cli.compress import summary
 from restorekv.cli.session import check_apart, notes, open_documents, print_figures, read_text
-from restorekv.compression.context import size
 from restorekv.compression.growing import RESTORE
-from restorekv.compression.several import compose as compose_documents
+from restorekv.context import size
 from restorekv.errors import one_of
+from restorekv.many_contexts import compose as compose_documents
 
 
 def append(

@@ -15,10 +15,10 @@ from rich.text import Text
 from restorekv.cli import options
 from restorekv.cli.errors import RECEIVED, report_error, visible
 from restorekv.cli.session import notes, open_documents, output
-from restorekv.compression.chat import Chat
-from restorekv.compression.context import size
+from restorekv.context import size
 from restorekv.errors import RestoreKVError
 from restorekv.files import check_target
+from restorekv.generation.chat import Chat
 
 HELP = {
     "/undo [N]": "take the latest question and its answer back, or the latest N",

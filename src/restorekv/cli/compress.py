@@ -11,12 +11,12 @@ from restorekv.cache.quantized import check as check_storage
 from restorekv.cli import folder, options
 from restorekv.cli.session import check_apart, method_of, notes, open_model, print_figures, read_text
 from restorekv.compression.budget import exact_ratio
-from restorekv.compression.compressor import chosen_evictor, compress
-from restorekv.compression.context import CompressedContext, size
 from restorekv.compression.eviction import make_compressor
 from restorekv.compression.prepared import CompressionConfig
+from restorekv.context import CompressedContext, size
 from restorekv.errors import BudgetError, RestoreKVError
 from restorekv.files import check_target, write_json
+from restorekv.pipeline import chosen_evictor, compress
 
 
 def run(

@@ -19,7 +19,6 @@ from restorekv import tasks
 from restorekv.cache.ragged import RaggedCache
 from restorekv.cli import options
 from restorekv.cli.session import notes, output, quiet, shares
-from restorekv.compression.answers import ask
 from restorekv.compression.eviction import Eviction, load_adapter
 from restorekv.compression.prepared import ScoredContext, timed
 from restorekv.evaluation.frame import GridResults
@@ -30,6 +29,7 @@ from restorekv.evaluation.run import run as run_grid
 from restorekv.evaluation.tables import Table, name_method
 from restorekv.evaluation.worker import opened_model
 from restorekv.files import write_json
+from restorekv.generation.answers import ask
 from restorekv.model.load import SMOLLM2, TINY, canonical
 from restorekv.tasks.tiny import question_of
 from restorekv.tiny import suite

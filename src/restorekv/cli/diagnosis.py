@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from packaging.requirements import Requirement
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from restorekv.compression.context import size
+from restorekv.context import size
 from restorekv.errors import first_sentence
 from restorekv.files import cache_folder
 from restorekv.model import attention

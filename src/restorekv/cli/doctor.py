@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 from transformers import AutoConfig
 
-import restorekv.compression.generate
 import restorekv.evictors
+import restorekv.generation.generate
 import restorekv.model.offload  # noqa: F401  (each registers its components)
 from restorekv.cli import diagnosis, options
 from restorekv.cli.session import notes, output, print_figures, print_written, quiet

@@ -16,17 +16,17 @@ from restorekv import __version__
 from restorekv.bounds import TEXT_BYTES
 from restorekv.cli.session import check_apart, notes, open_model, output, shares
 from restorekv.compression.budget import exact_ratio
-from restorekv.compression.compressor import compress
-from restorekv.compression.context import size
-from restorekv.compression.context_file import read
 from restorekv.compression.eviction import load_adapter, make_compressor
 from restorekv.compression.prepared import CompressionConfig
+from restorekv.context import size
 from restorekv.errors import RestoreKVError, first_sentence
 from restorekv.files import check_target, read_bytes, read_record, write_json
 from restorekv.model.load import model_fingerprint, rope_fingerprint
 from restorekv.model.prompt import default_between, template_hash
+from restorekv.pipeline import compress
 from restorekv.readers.extract import text_of
 from restorekv.seal import file_digest
+from restorekv.storage.cache_file import read
 
 ENDINGS = {".txt", ".text", ".md", ".markdown", ".html", ".htm", ".pdf", ".docx"}
 CONVENTIONS = ("prefix_policy", "on_small_budget", "allocation", "restore_from", "offset")

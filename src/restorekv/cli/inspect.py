@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.cli import options
 from restorekv.cli.errors import visible
 from restorekv.cli.session import check_apart, method_of, output, print_figures
-from restorekv.compression.context import size
+from restorekv.context import size
 from restorekv.errors import ModelError
 from restorekv.evaluation.survivors import Survivors, check_format, save_plot
 from restorekv.files import write_json

@@ -11,11 +11,11 @@ import typer
 
 from restorekv.cache.quantized import STORAGES
 from restorekv.compression.allocate import ALLOCATIONS
-from restorekv.compression.compressor import DEFAULT
 from restorekv.compression.eviction import METHODS
-from restorekv.compression.sampling import Decoding
 from restorekv.evictors import EVICTORS
 from restorekv.files import check_target, read_json
+from restorekv.generation.sampling import Decoding
+from restorekv.pipeline import DEFAULT
 
 
 def writable(path: Path | None) -> Path | None:

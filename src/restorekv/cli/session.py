@@ -19,14 +19,14 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.bounds import TEXT_BYTES
 from restorekv.cli.errors import visible
-from restorekv.compression.context import CompressedContext
-from restorekv.compression.context_file import Manifest, read
 from restorekv.compression.prepared import CompressionConfig
+from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError, shown
 from restorekv.files import read_bytes
 from restorekv.model.load import check_dtype, load_model, shipped_name
 from restorekv.model.tokenize import decoded
 from restorekv.readers.extract import KINDS, text_of
+from restorekv.storage.cache_file import Manifest, read
 
 
 class Terminal(Console):

@@ -8,7 +8,6 @@ import typer
 from rich.text import Text
 
 from restorekv.cli.session import method_of, output
-from restorekv.compression import context_file, portable
 from restorekv.data import manifest as data_manifest
 from restorekv.data.mixture import read_mixture
 from restorekv.errors import RestoreKVError, shown
@@ -16,6 +15,7 @@ from restorekv.evaluation import results
 from restorekv.evictors import gate_file
 from restorekv.restore import adapter_file
 from restorekv.seal import FileKind, read, read_tensors
+from restorekv.storage import cache_file, portable
 from restorekv.train import checkpoint, features, teacher_cache
 
 
@@ -56,7 +56,7 @@ def describe(path: Path) -> str:
 
 
 def describe_cache(path: Path) -> str:
-    m = context_file.read(path).manifest
+    m = cache_file.read(path).manifest
     return f"a cache of {m.tokens:,} tokens for {m.model}, {method_of(m)}, r = {m.ratio}, {m.pairs_held:,} pairs"
 
 
@@ -102,7 +102,7 @@ def describe_run(folder: Path) -> str:
 
 OF_TRAINING = (checkpoint.KIND, teacher_cache.KIND, features.KIND)
 FILES: dict[str, Callable[[Path], str]] = {
-    context_file.KIND.format: describe_cache,
+    cache_file.KIND.format: describe_cache,
     portable.KIND.format: describe_portable,
     gate_file.FILE.format: describe_gate,
 }

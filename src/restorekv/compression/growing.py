@@ -4,7 +4,8 @@ An appended part is prefilled at its own positions over the chat prefix and all 
 a part, and evicted to what the budget of the grown whole has left; what was kept before stays. The part reads the
 restore tokens of the parts before it, and `restore` decides what becomes of them: "last" drops them when the part has
 its own, "every" turns them into context pairs, "none" does without restoring. Composed caches are independent: keys are
-rotated to where the text would stand in the whole (portable.py), and every restore cache but the last becomes context.
+rotated to where the text would stand in the whole (model/rope.py), and every restore cache but the last becomes
+context.
 
 Restore pairs among the context's rows have the positions from S + T on, which no token of the text has.
 """
@@ -24,13 +25,13 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv.cache.ragged import RaggedCache, RaggedLayer, Rows
 from restorekv.compression.budget import Budget
 from restorekv.compression.eviction import Eviction
-from restorekv.compression.portable import rotated
 from restorekv.compression.prepared import timed
 from restorekv.compression.streaming import Pairs, read_part, restore_pairs
 from restorekv.errors import BudgetError, RestoreKVError, one_of
 from restorekv.model import support
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context, tell_beyond
+from restorekv.model.rope import shift_keys
 from restorekv.model.shape import CacheShape
 
 RESTORE = ("last", "every", "none")
@@ -190,7 +191,7 @@ def composed(model: PreTrainedModel, parts: Sequence[tuple[Context, RaggedCache]
 
 def moved(model: PreTrainedModel, rows: Rows, distance: int) -> Rows:
     """Returns the rows as if their text stood `distance` positions later."""
-    keys = rotated(model, rows.keys, distance) if distance else rows.keys
+    keys = shift_keys(model, rows.keys, distance) if distance else rows.keys
     return replace(rows, keys=keys, positions=rows.positions + distance)
 
 
@@ -214,5 +215,5 @@ def composed_layer(
             end += count
         last = start
         start += context.tokens
-    keys = rotated(model, layer.restore_keys, last) if last else layer.restore_keys
+    keys = shift_keys(model, layer.restore_keys, last) if last else layer.restore_keys
     return Rows.joined(rows).layer(layer.heads, whole.positions, keys, layer.restore_values)

@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.ragged import RaggedCache
-from restorekv.compression.generate import answer_ids, answer_text, stop_ids
-from restorekv.compression.sampling import refuse_not_finite
 from restorekv.data.config import BuildConfig
 from restorekv.data.documents import Document
 from restorekv.data.exercises import LOCAL
 from restorekv.data.made import LOOKUP, ROW
 from restorekv.data.passages import FACT, HUMAN
+from restorekv.generation.generate import answer_ids, answer_text, stop_ids
+from restorekv.generation.sampling import refuse_not_finite
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import BETWEEN, Context, question_ids
 

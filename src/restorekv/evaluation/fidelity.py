@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from restorekv.cache.ragged import RaggedCache
-from restorekv.compression.generate import BATCH
 from restorekv.evaluation.stats import weighted_interval
+from restorekv.generation.generate import BATCH
 from restorekv.train.loss import answer_pass, from_hidden
 
 FIGURES = ("kl", "kl_low", "kl_high", "same", "answer_tokens")

@@ -6,11 +6,11 @@ from typing import Self
 
 from torch import Tensor
 
-from restorekv.compression.context_file import Manifest, read
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation.tables import import_eval_module
 from restorekv.files import replacing
 from restorekv.model.prompt import Context
+from restorekv.storage.cache_file import Manifest, read
 
 FORMATS = (".png", ".pdf", ".svg")
 

@@ -12,12 +12,12 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from restorekv import tasks
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.eviction import load_adapter, make_compressor
-from restorekv.compression.generate import answer_ids, answer_text, stop_ids
 from restorekv.compression.prepared import CompressionConfig, Compressor, PreparedContext, ScoredContext, timed
 from restorekv.errors import RestoreKVError
 from restorekv.evaluation import protocols
 from restorekv.evaluation.fidelity import FullAnswers
 from restorekv.evaluation.grid import FULL, Cell, Job, grouped
+from restorekv.generation.generate import answer_ids, answer_text, stop_ids
 from restorekv.model import attention, support
 from restorekv.model.load import load_model
 from restorekv.model.prefill import prefill

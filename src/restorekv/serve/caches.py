@@ -23,14 +23,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.compression import generate
-from restorekv.compression.answers import Answer, answer_of
-from restorekv.compression.compressor import compress
-from restorekv.compression.context import CompressedContext
-from restorekv.compression.sampling import Row
+from restorekv.context import CompressedContext
 from restorekv.errors import CacheFileError, RestoreKVError
+from restorekv.generation import generate
+from restorekv.generation.answers import Answer, answer_of
+from restorekv.generation.sampling import Row
 from restorekv.model.load import model_fingerprint
 from restorekv.model.prompt import template_hash, usable_positions
+from restorekv.pipeline import compress
 from restorekv.serve import kept
 from restorekv.serve.documents import check_size, told_to_clients
 from restorekv.serve.engine import ENDING, AwayError, Content, Document, Question, Reply, passing, settle

@@ -16,13 +16,13 @@ import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.compression import generate
-from restorekv.compression.chat import conversation_ids
-from restorekv.compression.context import CompressedContext
-from restorekv.compression.sampling import rows_of
-from restorekv.compression.scheduler import AnswerTask, Event, Scheduler
-from restorekv.compression.several import compose
+from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError
+from restorekv.generation import generate
+from restorekv.generation.chat import conversation_ids
+from restorekv.generation.sampling import rows_of
+from restorekv.generation.scheduler import AnswerTask, Event, Scheduler
+from restorekv.many_contexts import compose
 from restorekv.model.observer import HOOKS
 from restorekv.model.prompt import usable_positions
 from restorekv.model.shape import decoder

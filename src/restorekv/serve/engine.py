@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.compression.answers import Answer
-from restorekv.compression.sampling import Decoding
 from restorekv.errors import RestoreKVError
+from restorekv.generation.answers import Answer
+from restorekv.generation.sampling import Decoding
 from restorekv.serve.variants import Variant
 
 FULL = {errno.ENOSPC, errno.EDQUOT}

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.compression.context import CompressedContext
+from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError
 
 LONGEST = 8  # tokens that one character may take

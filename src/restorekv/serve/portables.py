@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
-from restorekv.compression.context import CompressedContext
+from restorekv.context import CompressedContext
 
 OWN = re.compile(r"[0-9a-f]{32}\.safetensors")  # names of files that an earlier server has left here
 

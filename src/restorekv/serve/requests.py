@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
-from restorekv.compression.sampling import Decoding
 from restorekv.errors import RestoreKVError
+from restorekv.generation.sampling import Decoding
 from restorekv.model.tokenize import check_unicode
 from restorekv.serve import fields
 

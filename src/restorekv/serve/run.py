@@ -24,9 +24,9 @@ from fastapi import FastAPI
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.compression.compressor import compress
-from restorekv.compression.context import CompressedContext
+from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError
+from restorekv.pipeline import compress
 from restorekv.serve.app import make_app
 from restorekv.serve.engine import Engine, explain_lack
 from restorekv.serve.guard import Connection

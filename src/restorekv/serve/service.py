@@ -19,8 +19,8 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from openai.types.chat.chat_completion_chunk import ChoiceDelta
 from pydantic import BaseModel
 
-from restorekv.compression.answers import Growing
 from restorekv.errors import RestoreKVError
+from restorekv.generation.answers import Growing
 from restorekv.readers.extract import CACHE, TEXT, kind_of, printable_name, text_of
 from restorekv.serve import replies, schemas
 from restorekv.serve.documents import document_hash

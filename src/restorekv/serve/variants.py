@@ -10,9 +10,9 @@ from fractions import Fraction
 from typing import Self
 
 from restorekv.compression.budget import exact_ratio
-from restorekv.compression.compressor import PRESETS
 from restorekv.errors import RestoreKVError
 from restorekv.evictors import EVICTORS
+from restorekv.pipeline import PRESETS
 
 ALONE = "-base"
 

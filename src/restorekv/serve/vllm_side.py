@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 import httpx2
 
-from restorekv.compression.portable import MARK, mark
 from restorekv.errors import RestoreKVError, first_sentence
 from restorekv.serve.engine import AwayError
+from restorekv.storage.portable import MARK, mark
 from restorekv.vllm import transfer_config
 from restorekv.vllm.store import Store
 

@@ -24,11 +24,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.compression.chat import conversation_ids
-from restorekv.compression.context import CompressedContext
-from restorekv.compression.sampling import Decoding, Row
-from restorekv.compression.several import compose
+from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError
+from restorekv.generation.chat import conversation_ids
+from restorekv.generation.sampling import Decoding, Row
+from restorekv.many_contexts import compose
 from restorekv.model import gguf
 from restorekv.model.load import model_fingerprint
 from restorekv.model.prompt import Context, default_between, fit, make_context

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.ragged import RaggedCache
-from restorekv.compression.generate import BATCH, answer_ids, stop_ids
 from restorekv.compression.prepared import ScoredContext
+from restorekv.generation.generate import BATCH, answer_ids, stop_ids
 from restorekv.model.prompt import encode, question_ids
 from restorekv.model.shape import logits
 from restorekv.train.examples import Example

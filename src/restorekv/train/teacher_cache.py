@@ -20,10 +20,10 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import seal
 from restorekv.compression.eviction import Eviction
-from restorekv.compression.generate import stop_ids
 from restorekv.compression.prepared import ScoredContext
 from restorekv.data.manifest import tokenizer_hash
 from restorekv.errors import RestoreKVError, warn
+from restorekv.generation.generate import stop_ids
 from restorekv.model import support
 from restorekv.model.load import model_fingerprint, rope_fingerprint
 from restorekv.model.prefill import prefill

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from restorekv.compression.portable import Portable, load_portable
+from restorekv.storage.portable import Portable, load_portable
 
 
 def __getattr__(name: str) -> Any:

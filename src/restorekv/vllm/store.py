@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from restorekv.compression.portable import MARK, Portable, load_portable, mark
 from restorekv.errors import CacheFileError, RestoreKVError
+from restorekv.storage.portable import MARK, Portable, load_portable, mark
 
 MEMORY = 1 << 30  # bytes of keys and values that a process keeps unless its options say otherwise
 

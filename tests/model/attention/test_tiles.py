@@ -14,12 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
-from restorekv.compression import context_file
 from restorekv.errors import RestoreKVError
 from restorekv.model import attention
 from restorekv.model.attention import cascade, naive, tiles
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context
+from restorekv.storage import cache_file
 from tests.helpers.kernels import compiled, without_triton
 from tests.helpers.models import build_model
 
@@ -166,10 +166,10 @@ def test_forks_share_the_list_and_files_never_hold_it(tiny_model):
     keep = torch.rand(len(full.layers), 2, 30, generator=torch.Generator().manual_seed(0)) < 0.5
     cache = RaggedCache.from_dense(full, keep)
     context = Context(torch.arange(30)[None], 0, torch.arange(3))
-    before = {name: x.shape for name, x in context_file.pack(cache, context).items()}
+    before = {name: x.shape for name, x in cache_file.pack(cache, context).items()}
     fork, bare = cache.fork(2), cache.nbytes
     tiles.plan(fork.layers)
-    assert {name: x.shape for name, x in context_file.pack(cache, context).items()} == before
+    assert {name: x.shape for name, x in cache_file.pack(cache, context).items()} == before
     lists = [x for layer in cache.layers for x in (tiles.of(layer).entries, tiles.of(layer).first)]
     assert cache.nbytes == bare + sum(x.nbytes for x in lists)
     held = [tiles.of(layer) for layer in cache.layers]

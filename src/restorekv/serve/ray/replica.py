@@ -20,9 +20,9 @@ from ray.serve.config import RequestRouterConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers import logging
 
-from restorekv.compression import generate
 from restorekv.errors import RestoreKVError
 from restorekv.files import locked
+from restorekv.generation import generate
 from restorekv.model.load import load_model
 from restorekv.serve.embedded import Embedded
 from restorekv.serve.engine import Document, Question, begin

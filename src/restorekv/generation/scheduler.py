@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 from restorekv.cache.flat import gather_rows, share_tail
 from restorekv.cache.ragged import RaggedCache
-from restorekv.compression.generate import BATCH, ActiveRow, Group, write_tokens
-from restorekv.compression.sampling import Row
+from restorekv.generation.generate import BATCH, ActiveRow, Group, write_tokens
+from restorekv.generation.sampling import Row
 
 PIECE = 256  # tokens of questions that are read in one step
 SMALLEST = 32  # tokens below which a question that is not read to its end gets no piece of its own

@@ -28,9 +28,9 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from restorekv.compression.constraint import Constraint
 from restorekv.errors import RestoreKVError
 from restorekv.files import has_type
+from restorekv.generation.constraint import Constraint
 from restorekv.model.tokenize import TextStream
 
 TAKEN = {"do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop_strings",

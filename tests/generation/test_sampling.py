@@ -11,8 +11,8 @@ from transformers import GenerationConfig
 from transformers.generation import StoppingCriteria
 
 from restorekv import ask_many, compress
-from restorekv.compression.sampling import Decoding, DecodingOptions, Row
 from restorekv.errors import RestoreKVError
+from restorekv.generation.sampling import Decoding, DecodingOptions, Row
 from tests.helpers.compressing import QUESTIONS, TEXT, make_adapter
 from tests.helpers.models import build_model
 

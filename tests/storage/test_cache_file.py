@@ -8,11 +8,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from restorekv.compression.context_file import Manifest, read, write
 from restorekv.errors import CacheFileError
 from restorekv.files import HOST
 from restorekv.model.prompt import make_context
 from restorekv.model.shape import CacheShape
+from restorekv.storage.cache_file import Manifest, read, write
 from tests.helpers.decoding import TEXT, make_cache
 
 

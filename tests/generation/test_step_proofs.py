@@ -5,11 +5,10 @@ import warnings
 import pytest
 import torch
 
-from restorekv.compression import generate, step_trials
-from restorekv.compression.answers import ask
-from restorekv.compression.compressor import compress
 from restorekv.errors import RestoreKVWarning
 from restorekv.evictors import attend, pass_trials
+from restorekv.generation import generate, step_trials
+from restorekv.generation.answers import ask
 from restorekv.model import attention, offload
 from restorekv.model.attention import blocked, naive, proofs, trials
 from restorekv.model.attention.proofs import Target
@@ -17,6 +16,7 @@ from restorekv.model.offload import HostStore
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import make_context
 from restorekv.model.shape import CacheShape
+from restorekv.pipeline import compress
 from tests.helpers import fake_device
 from tests.helpers.decoding import QUESTIONS, TEXT, make_cache
 from tests.helpers.fake_device import FakeGraph

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from restorekv import Chat, CompressedContext, compress
-from restorekv.compression.generate import stop_ids
 from restorekv.errors import CacheFileError, RestoreKVError
+from restorekv.generation.generate import stop_ids
 from tests.helpers.compressing import QUESTIONS, TEXT, make_small
 
 

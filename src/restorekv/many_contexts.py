@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Unpack
 
-from restorekv.compression import answers
-from restorekv.compression.context import CompressedContext
 from restorekv.compression.growing import composed
-from restorekv.compression.sampling import Decoding, DecodingOptions
+from restorekv.context import CompressedContext
 from restorekv.errors import RestoreKVError
+from restorekv.generation import answers
+from restorekv.generation.sampling import Decoding, DecodingOptions
 from restorekv.model import attention
 from restorekv.model.prompt import template_hash
 from restorekv.model.shape import CacheShape

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from restorekv.compression.answers import Growing, held_back
-from restorekv.compression.generate import answer_text
-from restorekv.compression.sampling import Decoding, Row, first_stop
+from restorekv.generation.answers import Growing, held_back
+from restorekv.generation.generate import answer_text
+from restorekv.generation.sampling import Decoding, Row, first_stop
 from restorekv.model import gguf
 from restorekv.model.load import load_tokenizer
 from restorekv.model.tokenize import TextStream, can_stream

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from restorekv import compress
-from restorekv.compression import generate
-from restorekv.compression.sampling import Decoding, rows_of
-from restorekv.compression.scheduler import AnswerTask, Scheduler
+from restorekv.generation import generate
+from restorekv.generation.sampling import Decoding, rows_of
+from restorekv.generation.scheduler import AnswerTask, Scheduler
 from restorekv.model.prompt import question_ids
 from tests.helpers.models import build_model
 

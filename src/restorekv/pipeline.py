@@ -24,11 +24,9 @@ from restorekv.bounds import TEXT_BYTES
 from restorekv.cache import quantized
 from restorekv.cache.ragged import RaggedCache
 from restorekv.compression.budget import Budget, OnSmallBudget, PrefixPolicy, exact_ratio
-from restorekv.compression.context import CompressedContext
-from restorekv.compression.context_checks import sums
-from restorekv.compression.context_file import Manifest
 from restorekv.compression.eviction import load_adapter, make_compressor
 from restorekv.compression.prepared import CompressionConfig, Compressor, PreparedContext, Progress, RestoreFrom, timed
+from restorekv.context import CompressedContext
 from restorekv.errors import BudgetError, RestoreKVError
 from restorekv.files import read_bytes
 from restorekv.model import attention
@@ -38,6 +36,8 @@ from restorekv.model.prompt import Context, default_between, fit, make_context, 
 from restorekv.model.shape import CacheShape
 from restorekv.model.tokenize import decoded
 from restorekv.restore.adapter import RestoreAdapter
+from restorekv.storage.cache_checks import sums
+from restorekv.storage.cache_file import Manifest
 
 DEFAULT = "kvzip"
 PRESETS = {"fast": "fastkvzip", "best": "kvzip"}  # scores come with the prefill; a pass of its own scores

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from restorekv.compression.answers import ask, generate_inputs, stream
-from restorekv.compression.generate import answer_ids, stop_ids
 from restorekv.errors import RestoreKVError
+from restorekv.generation.answers import ask, generate_inputs, stream
+from restorekv.generation.generate import answer_ids, stop_ids
 from restorekv.model.prompt import make_context, question_ids
 from tests.helpers.decoding import QUESTIONS, TEXT, make_cache
 from tests.helpers.models import build_model

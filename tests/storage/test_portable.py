@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from restorekv import compress, load_portable, seal
-from restorekv.compression import portable
 from restorekv.compression.eviction import shipped_adapter
 from restorekv.errors import CacheFileError, RestoreKVError
+from restorekv.model import rope
 from restorekv.model.prompt import question_ids
 from restorekv.restore.adapter_file import read
+from restorekv.storage import portable
 from tests.helpers.compressing import QUESTIONS, TEXT, make_adapter
 from tests.helpers.models import build_model
 
@@ -85,8 +86,8 @@ def test_what_is_not_portable_says_what_to_do(tiny_model, tiny_tokenizer):
 
 def test_a_model_that_pairs_numbers_otherwise_is_refused(tiny_model, tiny_tokenizer, monkeypatch):
     small = small_of(tiny_model, tiny_tokenizer)
-    monkeypatch.setattr(portable, "turn", lambda keys, angles: keys)
-    with pytest.raises(RestoreKVError, match="in a way of its own"):
+    monkeypatch.setattr(rope, "_rotate_pairs", lambda keys, angles: keys)
+    with pytest.raises(RestoreKVError, match="in an order that restorekv does not know"):
         small.portable()
 
 

@@ -22,9 +22,9 @@ from transformers.cache_utils import Cache
 from restorekv.cache.flat import Block, FlatLayer
 from restorekv.cache.multi_context import MultiContextLayer, forked
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
-from restorekv.compression import step_trials
-from restorekv.compression.sampling import Row, refuse_not_finite
 from restorekv.errors import RestoreKVError, first_sentence, warn
+from restorekv.generation import step_trials
+from restorekv.generation.sampling import Row, refuse_not_finite
 from restorekv.model.attention import proofs
 from restorekv.model.attention.naive import causal
 from restorekv.model.prompt import tell_beyond

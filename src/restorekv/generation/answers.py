@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.cache.ragged import RaggedCache
-from restorekv.compression import generate
-from restorekv.compression.sampling import GREEDY, Decoding, Row, first_stop, rows_of
 from restorekv.errors import RestoreKVError
+from restorekv.generation import generate
+from restorekv.generation.sampling import GREEDY, Decoding, Row, first_stop, rows_of
 from restorekv.model.prompt import Context, question_ids
 from restorekv.model.tokenize import TextStream
 

@@ -39,7 +39,7 @@ from restorekv.model.shape import CacheShape
 from restorekv.seal import largest_number
 
 if TYPE_CHECKING:
-    from restorekv.compression.context_file import Manifest
+    from restorekv.storage.cache_file import Manifest
 
 SHAPE = {field.name for field in fields(CacheShape)}
 COUNTS = (

@@ -18,7 +18,11 @@ from torch import Tensor
 from restorekv import seal
 from restorekv.cache import quantized
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
-from restorekv.compression.context_checks import (
+from restorekv.errors import CacheFileError, RestoreKVError, raised_as
+from restorekv.files import parse_record
+from restorekv.model.prompt import Context
+from restorekv.seal import FileKind
+from restorekv.storage.cache_checks import (
     ContradictionError,
     check_around,
     check_manifest,
@@ -27,10 +31,6 @@ from restorekv.compression.context_checks import (
     require,
     sums,
 )
-from restorekv.errors import CacheFileError, RestoreKVError, raised_as
-from restorekv.files import parse_record
-from restorekv.model.prompt import Context
-from restorekv.seal import FileKind
 
 FIX = "compress the context again"
 KIND = FileKind("restorekv-cache", "4", "a restorekv cache", FIX)

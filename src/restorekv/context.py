@@ -17,22 +17,23 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.generation import LogitsProcessorList
 
 from restorekv.cache.ragged import RaggedCache
-from restorekv.compression import answers, context_file, generate, portable
-from restorekv.compression.answers import Answer
-from restorekv.compression.chat import Chat
-from restorekv.compression.context_checks import check_model
-from restorekv.compression.context_file import CacheFile, Manifest
 from restorekv.compression.eviction import Eviction, load_adapter, make_compressor
 from restorekv.compression.growing import Growth
-from restorekv.compression.portable import Portable
 from restorekv.compression.prepared import CompressionConfig, Compressor
-from restorekv.compression.sampling import Decoding, DecodingOptions, FiniteLogits
 from restorekv.errors import CacheFileError, RestoreKVError, warn
+from restorekv.generation import answers, generate
+from restorekv.generation.answers import Answer
+from restorekv.generation.chat import Chat
+from restorekv.generation.sampling import Decoding, DecodingOptions, FiniteLogits
 from restorekv.model import attention, support
 from restorekv.model.load import longest
 from restorekv.model.prompt import Context, encode, template_hash, token_ids
 from restorekv.model.shape import CacheShape
 from restorekv.restore.adapter import RestoreAdapter
+from restorekv.storage import cache_file, portable
+from restorekv.storage.cache_checks import check_model
+from restorekv.storage.cache_file import CacheFile, Manifest
+from restorekv.storage.portable import Portable
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -95,6 +96,11 @@ class CompressedContext:
         pieces = self.ask(question, stream=True, **options)
         while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
             yield piece
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits of a SHA-256 over everything that a cache file would hold of the text."""
+        return cache_file.digest(self.cache, self.context)
 
     def chat(self, system: str | None = "") -> Chat:
         """Starts a conversation; `system` is said between the text and the first question.
@@ -212,7 +218,7 @@ class CompressedContext:
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file; the previous one stays if anything goes wrong."""
-        context_file.write(path, self.cache, self.context, self.manifest)
+        cache_file.write(path, self.cache, self.context, self.manifest)
 
     @classmethod
     def load(cls, file: str | Path | CacheFile, model: PreTrainedModel, tokenizer: Tokenizer) -> CompressedContext:
@@ -220,7 +226,7 @@ class CompressedContext:
 
         Refuses a damaged one, one that contradicts itself, and a model that is not the one it was made with.
         """
-        stored = file if isinstance(file, CacheFile) else context_file.read(file)
+        stored = file if isinstance(file, CacheFile) else cache_file.read(file)
         check(stored, model, tokenizer)
         support.install(model)
         return cls(model, tokenizer, stored.context, stored.cache(model.device), stored.manifest)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,19 +23,18 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv import seal
 from restorekv.cache.ragged import RaggedCache
-from restorekv.compression import answers
-from restorekv.compression.chat import conversation_ids
-from restorekv.compression.context_checks import check_around, check_model, check_tensor, require
-from restorekv.compression.context_file import Manifest, read_with_manifest, refusing
 from restorekv.errors import CacheFileError, RestoreKVError, raised_as
+from restorekv.generation import answers
+from restorekv.generation.chat import conversation_ids
 from restorekv.model import support
 from restorekv.model.prompt import Context
-from restorekv.model.shape import decoder
+from restorekv.model.rope import shift_keys
 from restorekv.seal import FileKind
+from restorekv.storage.cache_checks import check_around, check_model, check_tensor, require
+from restorekv.storage.cache_file import Manifest, read_with_manifest, refusing
 
 FIX = "make it with restorekv export"
 KIND = FileKind("restorekv-portable", "2", "a portable cache of restorekv", FIX)
-SHIFTABLE = ("default", "linear", "yarn", "llama3")  # kinds of RoPE whose frequencies do not change with the length
 MARK = 4  # ids at the start that tell placeholders from a text
 FIRST_ID = 64  # placeholders leave out the lowest ids, where control tokens often are
 
@@ -121,41 +119,9 @@ def portable(model: PreTrainedModel, context: Context, cache: RaggedCache, manif
     columns = keys.shape[2]
     if not columns:
         raise RestoreKVError("The cache is empty; compress the context at a higher ratio.")
-    shifted = rotated(model, keys, columns - cache.get_seq_length())
+    shifted = shift_keys(model, keys, columns - cache.get_seq_length())
     vocabulary = model.get_input_embeddings().weight.shape[0]
     return Portable(shifted, values, replace(context, ids=context.ids[:, :0], prefix=0), manifest, vocabulary)
-
-
-def rotated(model: PreTrainedModel, keys: Tensor, positions: int) -> Tensor:
-    """Returns keys (..., D) as if their tokens stood `positions` later, computed in float64."""
-    rotary = getattr(decoder(model), "rotary_emb", None)
-    kind = getattr(rotary, "rope_type", None)
-    if kind not in SHIFTABLE:
-        raise RestoreKVError(
-            f"Keys of a model with RoPE of the kind {kind!r} cannot be moved; use one of {', '.join(SHIFTABLE)}."
-        )
-    turned = turn(keys.double(), rotary.inv_freq.double() * positions)
-    check_layout(model, rotary)
-    support.check_moves(model, lambda own, count: turn(own.double(), rotary.inv_freq.double() * count))
-    return turned.to(keys.dtype)
-
-
-def turn(keys: Tensor, angles: Tensor) -> Tensor:
-    """Rotates the first 2 * len(angles) numbers of keys (..., D), number i together with number i + len(angles)."""
-    cos, sin = angles.cos().to(keys.device), angles.sin().to(keys.device)
-    first, second, rest = keys.split([len(angles), len(angles), keys.shape[-1] - 2 * len(angles)], -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
-
-
-def check_layout(model: PreTrainedModel, rotary: torch.nn.Module) -> None:
-    """Refuses a model that pairs the numbers of a key in another way than `turn`."""
-    own = getattr(sys.modules[type(rotary).__module__], "apply_rotary_pos_emb", None)
-    where = {"device": rotary.inv_freq.device, "dtype": torch.float64}
-    keys = torch.linspace(-1, 1, 2 * len(rotary.inv_freq), **where)[None, None, None]
-    cos, sin = (x / rotary.attention_scaling for x in rotary(keys, torch.tensor([[3]], device=keys.device)))
-    theirs = own(keys, keys, cos, sin)[1] if own else None
-    if theirs is None or not torch.allclose(theirs, turn(keys, rotary.inv_freq.double() * 3), atol=1e-4):
-        raise RestoreKVError(f"{type(model).__name__} rotates keys in a way of its own, so they cannot be moved.")
 
 
 def mark(vocabulary: int) -> list[int]:

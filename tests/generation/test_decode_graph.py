@@ -7,8 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from restorekv.cache.ragged import RaggedCache, RaggedLayer
-from restorekv.compression.answers import ask, ask_each
-from restorekv.compression.generate import Steps
+from restorekv.generation.answers import ask, ask_each
+from restorekv.generation.generate import Steps
 from restorekv.model import attention
 from restorekv.model.prompt import make_context, question_ids
 from tests.helpers.decoding import QUESTIONS, TEXT, make_cache

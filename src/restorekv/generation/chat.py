@@ -14,30 +14,47 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
+from typing import Any, Literal, Protocol, Self, Unpack
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from restorekv.bounds import POSITIONS, SYSTEM_LETTERS
-from restorekv.compression import generate
-from restorekv.compression.answers import Answer, answer_of, pieces
-from restorekv.compression.constraint import Constraint
-from restorekv.compression.context_file import digest
-from restorekv.compression.sampling import Decoding, DecodingOptions, Row, first_stop
+from restorekv.cache.ragged import RaggedCache
 from restorekv.errors import CacheFileError, RestoreKVError
 from restorekv.files import has_type, read_json, write_json
+from restorekv.generation import generate
+from restorekv.generation.answers import Answer, answer_of, pieces
+from restorekv.generation.constraint import Constraint
+from restorekv.generation.sampling import Decoding, DecodingOptions, Row, first_stop
 from restorekv.model.load import longest
 from restorekv.model.prefill import prefill
 from restorekv.model.prompt import Context, between_turns, check_question, encode, system_text, tell_beyond
 from restorekv.model.support import refuse_beyond
 
-if TYPE_CHECKING:
-    from restorekv.compression.context import CompressedContext
-
 FORMAT, VERSION = "restorekv-chat", 1
 SAVED = {"question": str, "answer": str, "read": list[int], "written": list[int], "finish": Literal["stop", "length"]}
+
+
+class ChatContext(Protocol):
+    """What a conversation needs of the context that it is about: `CompressedContext` is one."""
+
+    model: PreTrainedModel
+    tokenizer: Tokenizer
+    context: Context
+    cache: RaggedCache
+    manifest: Any  # of which `system` is read
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits that identify the contents."""
+        ...
+
+    def grown(self, ids: Tensor, **options: Any) -> Self:
+        """Return this context with the tokens `ids` appended."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -57,7 +74,7 @@ class Chat:
     A system message in its usual place is a matter of compressing: `compress(..., system=...)`.
     """
 
-    document: CompressedContext
+    document: ChatContext
     system: str = ""
     turns: list[Turn] = field(default_factory=list)
     folded: int = 0  # turns that are part of the document by now
@@ -247,12 +264,12 @@ class Chat:
             }
             for turn in self.turns
         ]  # fmt: skip
-        of = digest(self.document.cache, self.document.context)
+        of = self.document.digest
         content = {"format": FORMAT, "version": VERSION, "document": of, "system": self.system, "turns": turns}
         write_json(Path(path), content)
 
     @classmethod
-    def load(cls, path: str | Path, document: CompressedContext) -> Self:
+    def load(cls, path: str | Path, document: ChatContext) -> Self:
         """Goes on with a conversation that was saved; refuses one over another document and damaged files."""
         content = read_json(Path(path), str(path))
         check_saved(path, content, document)
@@ -285,11 +302,11 @@ def conversation_ids(
     return torch.cat(ids, -1)[0]
 
 
-def check_saved(path: str | Path, content: object, document: CompressedContext) -> None:
+def check_saved(path: str | Path, content: object, document: ChatContext) -> None:
     """Refuses what `save` did not write for this document."""
     if not isinstance(content, dict) or content.get("format") != FORMAT or content.get("version") != VERSION:
         raise CacheFileError(f"{path} is no conversation of this restorekv; give a file that /save or chat.save wrote.")
-    if content.get("document") != digest(document.cache, document.context):
+    if content.get("document") != document.digest:
         raise CacheFileError(f"{path} is a conversation over another document; give that document's cache file.")
     turns, vocabulary = content.get("turns"), document.model.get_input_embeddings().weight.shape[0]
     sound = isinstance(content.get("system"), str) and isinstance(turns, list)
